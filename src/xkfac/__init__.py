@@ -1,0 +1,46 @@
+"""Continual learning for networks with batch normalization by extended Kronecker-factored curvature (XK-FAC)."""
+
+from xkfac.curvature import Curvature, Settings
+from xkfac.errors import MemoryFileError, MismatchError, UnitError, XkfacError
+from xkfac.estimation import Estimate, estimate
+from xkfac.learner import Balance, Learner
+from xkfac.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from xkfac.memory import Memory, consolidate
+from xkfac.merging import recentre
+from xkfac.methods import METHODS, Method
+from xkfac.penalty import Penalty
+from xkfac.renorm import BatchRenorm1d, BatchRenorm2d, BatchRenorm3d, to_batchnorm, to_renorm
+from xkfac.units import Coverage, Unit, find_units
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "METHODS",
+    "Balance",
+    "BatchRenorm1d",
+    "BatchRenorm2d",
+    "BatchRenorm3d",
+    "Bernoulli",
+    "Categorical",
+    "Coverage",
+    "Curvature",
+    "Estimate",
+    "Gaussian",
+    "Learner",
+    "Likelihood",
+    "Memory",
+    "MemoryFileError",
+    "Method",
+    "MismatchError",
+    "Penalty",
+    "Settings",
+    "Unit",
+    "UnitError",
+    "XkfacError",
+    "consolidate",
+    "estimate",
+    "find_units",
+    "recentre",
+    "to_batchnorm",
+    "to_renorm",
+]

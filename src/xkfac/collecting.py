@@ -1,0 +1,157 @@
+"""What is collected of each unit while a network runs forward and backward, and how it becomes curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from xkfac.curvature import Curvature, Settings
+from xkfac.errors import UnitError
+from xkfac.factors import Moments, batch_gradient, unit_gradients, unit_inputs
+from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker
+from xkfac.units import Unit
+
+
+class Collector:
+    """Takes what the capture saw of one unit in a batch: its inputs, then the gradients of each backward pass."""
+
+    def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
+        self.unit, self.dtype = unit, dtype
+
+    def _x(self, inputs: Sequence[Tensor]) -> Tensor:
+        return torch.cat([unit_inputs(self.unit, input, self.dtype) for input in inputs], 2)
+
+    def _g(self, gradients: Sequence[Tensor]) -> Tensor:
+        return torch.cat([unit_gradients(self.unit, gradient, self.dtype) for gradient in gradients], 2)
+
+    def inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Take a batch's inputs, one tensor a call of the unit."""
+        raise NotImplementedError
+
+    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
+        """Take the gradients at the outputs of these calls, from a backward pass that counts `weight`."""
+        raise NotImplementedError
+
+    def block(self, examples: int) -> Block:
+        """Return the unit's curvature block, resting on so many examples."""
+        raise NotImplementedError
+
+
+class FactorCollector(Collector):
+    """Collects Kronecker factors."""
+
+    def __init__(self, unit: Unit, dtype: torch.dtype, settings: Settings) -> None:
+        super().__init__(unit, dtype)
+        self.moments = Moments(unit.name, settings.levels, settings.form)
+
+    def inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Take a batch's inputs."""
+        self.moments.add_inputs(self._x(inputs))
+
+    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
+        """Take the gradients of one backward pass."""
+        self.moments.add_gradients(self._g(gradients), weight)
+
+    def block(self, examples: int) -> Block:
+        """Return the block."""
+        return Kronecker(self.moments.terms(self.unit.shape[1]))
+
+
+class SquareCollector(Collector):
+    """Collects E[(batch gradient)^2] / N, the exact diagonal of the Fisher, in the parameters' or another basis."""
+
+    def __init__(self, unit: Unit, dtype: torch.dtype, basis: Corrected | None = None) -> None:
+        super().__init__(unit, dtype)
+        self.basis = basis
+        self.total: Tensor | None = None
+        self._inputs: Sequence[Tensor] = ()
+
+    def inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Take a batch's inputs."""
+        self._inputs = inputs
+
+    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
+        """Take the gradients of one backward pass."""
+        self.add(batch_gradient(self._x(self._inputs), self._g(gradients)), weight)
+
+    def add(self, gradient: Tensor, weight: float) -> None:
+        """Take the gradient [groups, rows, columns] with respect to W~ of one backward pass."""
+        if self.basis is not None:
+            gradient = self.basis.right.mT @ gradient @ self.basis.left
+        square = gradient.square() * weight
+        self.total = square if self.total is None else self.total + square
+
+    def block(self, examples: int) -> Block:
+        """Return the block."""
+        values = torch.zeros(self.unit.shape, dtype=self.dtype) if self.total is None else self.total / examples
+        if self.basis is None:
+            return Diagonal(values)
+        return replace(self.basis, scales=values.to(self.basis.left.device))
+
+
+@dataclass
+class JointCollector:
+    """Collects the factors of all linear units together: rows and columns of several units side by side."""
+
+    moments: Moments
+    units: list[Unit] = field(default_factory=list)
+    _inputs: dict[str, Tensor] = field(default_factory=dict)
+    _gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def flush_inputs(self) -> None:
+        """Take the inputs of all units, once all have run."""
+        self.moments.add_inputs(torch.cat([self._inputs[unit.name] for unit in self.units], 3))
+
+    def flush_gradients(self, weight: float) -> None:
+        """Take the gradients of all units, zero where none arrived, once a backward pass is done."""
+        size = next(iter(self._inputs.values()))
+        missing = {u.name: size.new_zeros(*size.shape[:3], u.shape[1]) for u in self.units}
+        gradients = [self._gradients.get(unit.name, missing[unit.name]) for unit in self.units]
+        self.moments.add_gradients(torch.cat(gradients, 3), weight)
+        self._gradients.clear()
+
+    def block(self) -> KhatriRao:
+        """Return the Khatri-Rao product over all units."""
+        rows = tuple(unit.shape[1] for unit in self.units)
+        return KhatriRao(self.moments.terms(sum(rows)), rows, tuple(unit.shape[2] for unit in self.units))
+
+
+class JointMember(Collector):
+    """Passes one linear unit's inputs and gradients on to the joint collector."""
+
+    def __init__(self, unit: Unit, dtype: torch.dtype, joint: JointCollector) -> None:
+        super().__init__(unit, dtype)
+        self.joint = joint
+        joint.units.append(unit)
+
+    def inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Pass the inputs on."""
+        x = self._x(inputs)
+        if x.shape[2] != 1:
+            raise UnitError(
+                f"unit '{self.unit.name}' has {x.shape[2]} positions an example; cross-layer blocks are for linear "
+                "layers of one position, so exclude it or use cross_layer=False"
+            )
+        self.joint._inputs[self.unit.name] = x
+
+    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
+        """Pass the gradients on."""
+        self.joint._gradients[self.unit.name] = self._g(gradients)
+
+
+@dataclass
+class Collectors:
+    """The collectors of one pass over the data."""
+
+    of: dict[str, Collector]
+    joint: JointCollector | None
+    examples: int = 0
+
+    def curvature(self) -> Curvature:
+        """Return the curvature that the collectors have seen."""
+        members = tuple(unit.name for unit in self.joint.units) if self.joint is not None else ()
+        blocks = {name: c.block(self.examples) for name, c in self.of.items() if name not in members}
+        return Curvature(blocks, self.joint.block() if self.joint is not None and members else None, members)

@@ -1,0 +1,146 @@
+"""The curvature of a network as an operator, and the settings that say which curvature it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from xkfac.errors import XkfacError
+from xkfac.factors import GROUPINGS, KFAC, Form, Grouping, Level
+from xkfac.kronecker import Block, KhatriRao, assemble, khatri_rao, parts
+from xkfac.passes import Statistics
+
+CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
+Labels = Literal["sampled", "exact", "empirical"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a curvature is estimated.
+
+    kind: `xkfac` or `kfac` factors, the `diagonal` (EWC, from batch gradients), or `corrected`, XK-FAC's exact
+        variances in the Kronecker eigenbasis (two passes over the data).
+    form, grouping: which XK-FAC (see `xkfac.factors`): the paper's, or `mean`, and `pooled`, `hierarchical`.
+    labels: `sampled` from the model (unbiased, one backward pass a draw); `exact`, all examples and classes (for tests
+        and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
+        fits its training data.
+    draws: label draws a batch.
+    statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
+    cross_layer: blocks between all pairs of linear units too, as a Khatri-Rao product.
+    """
+
+    kind: CurvatureKind = "xkfac"
+    form: Form = "paper"
+    grouping: Grouping = "paper"
+    labels: Labels = "sampled"
+    draws: int = 1
+    statistics: Statistics = "batch"
+    cross_layer: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("kind", get_args(CurvatureKind)),
+            ("form", get_args(Form)),
+            ("grouping", get_args(Grouping)),
+            ("labels", get_args(Labels)),
+            ("statistics", get_args(Statistics)),
+        ):
+            if getattr(self, name) not in choices:
+                raise XkfacError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}")
+        if self.draws < 1:
+            raise XkfacError(f"draws must be at least 1, not {self.draws}")
+        if self.draws > 1 and self.labels != "sampled":
+            raise XkfacError(f"draws={self.draws} goes with labels='sampled', not '{self.labels}'")
+        if self.cross_layer and self.kind not in ("xkfac", "kfac"):
+            raise XkfacError(f"cross_layer goes with kind 'xkfac' or 'kfac', not '{self.kind}'")
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The chain of partitions that the factors follow; `corrected` takes its eigenbasis from K-FAC's factors."""
+        return GROUPINGS[self.grouping] if self.kind == "xkfac" else KFAC
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """The curvature of a network as an operator on displacements of its merged weights, unit by unit.
+
+    `blocks` are block diagonal; `joint` holds the units `joint_units` together with the blocks between them.
+    """
+
+    blocks: Mapping[str, Block]
+    joint: KhatriRao | None = None
+    joint_units: tuple[str, ...] = ()
+
+    def __contains__(self, unit: object) -> bool:
+        return unit in self.blocks or unit in self.joint_units
+
+    def product(self, displacements: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return H v for displacements v, each [groups, rows, columns] by unit (eq. bp)."""
+        products = {name: block.product(displacements[name]) for name, block in self.blocks.items()}
+        if self.joint is not None:
+            joint = self.joint.product([displacements[name] for name in self.joint_units])
+            products.update(zip(self.joint_units, joint, strict=True))
+        return products
+
+    def quadratic(self, displacements: Mapping[str, Tensor]) -> Tensor:
+        """Return v^T H v / 2, a scalar."""
+        products = self.product(displacements)
+        return torch.stack([(displacements[name] * product).sum() for name, product in products.items()]).sum() / 2
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Curvature:
+        """Return the curvature on a device, in a dtype."""
+        return self._map(lambda tensor: tensor.to(device=device, dtype=dtype))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Curvature:
+        def convert(block: Block | KhatriRao) -> dict[str, Tensor]:
+            return {name: function(tensor) for name, tensor in parts(block).items()}
+
+        blocks = {name: assemble(type(block), convert(block)) for name, block in self.blocks.items()}
+        joint = self.joint and khatri_rao(convert(self.joint), self.joint.rows, self.joint.columns)
+        return Curvature(blocks, joint, self.joint_units)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (unit, tensor) for every tensor of the curvature."""
+        for name, block in self.blocks.items():
+            yield from ((name, tensor) for tensor in parts(block).values())
+        if self.joint is not None:
+            yield from ((" and ".join(self.joint_units), tensor) for tensor in parts(self.joint).values())
+
+    def extend(self, other: Curvature, own: float, others: float, *, keep_all: bool = False) -> Curvature:
+        """Return own * (this) + others * (the other): the postprocessing of the paper.
+
+        Factors are averaged, at constant size, or with `keep_all` all terms are kept, which is exact. A unit that
+        only one side has counts as zero on the other.
+
+        Raises XkfacError when the two were estimated in ways that do not add up.
+        """
+        if self.joint_units != other.joint_units:
+            raise XkfacError("the two curvatures join different units across layers; estimate both with the same units")
+        blocks: dict[str, Block] = {}
+        for name in dict.fromkeys([*self.blocks, *other.blocks]):
+            blocks[name] = _combine(name, self.blocks.get(name), other.blocks.get(name), own, others, keep_all)
+        joint = self.joint
+        if joint is not None and other.joint is not None:
+            joint = (
+                joint.scale(own).join(other.joint.scale(others))
+                if keep_all
+                else joint.average(other.joint, own, others)
+            )
+        return Curvature(blocks, joint, self.joint_units)
+
+
+def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: bool) -> Block:
+    if a is None or b is None:
+        present: Block = b.scale(others) if a is None else a.scale(own)
+        return present
+    if type(a) is not type(b):
+        raise XkfacError(
+            f"unit '{name}' has a {type(a).__name__} block on one side and a {type(b).__name__} block on the other; "
+            "estimate both the same way"
+        )
+    combined: Block = a.scale(own).join(b.scale(others)) if keep_all else a.average(b, own, others)
+    return combined

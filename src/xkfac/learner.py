@@ -1,0 +1,302 @@
+"""Learn a target task without forgetting: begin, objective, finish, around any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from xkfac.batches import Forward
+from xkfac.errors import MismatchError, XkfacError
+from xkfac.likelihood import Likelihood, get_likelihood
+from xkfac.memory import Memory, estimate_for
+from xkfac.merging import BoundUnit, Interpretation, Reading, bind, recentre
+from xkfac.methods import get_method
+from xkfac.passes import Progress, device_of, norms_of, unwrap
+from xkfac.penalty import Penalty
+
+Keep = Literal["average", "all"]
+
+
+class Balance:
+    """Adaptive alpha_s and alpha_t, which bring ls * L_s and lt * (L_t - floor) to similar values while training.
+
+    Every `interval` steps the means of the two over the interval are compared: alpha_t grows by 1 as long as the
+    penalty is the larger and returns to 1 when it no longer is; alpha_s likewise in the opposite case. `floor` is
+    C_t, the loss that fine-tuning reaches on the target. All state lives on the device and no step synchronises it.
+    """
+
+    def __init__(self, floor: float = 0.0, interval: int = 10) -> None:
+        if interval < 1:
+            raise XkfacError(f"the interval of a balance must be at least 1 step, not {interval}")
+        self.floor, self.interval = floor, interval
+        self.alpha_s, self.alpha_t = torch.ones(()), torch.ones(())
+        self._excess, self._steps = torch.zeros(()), torch.zeros(())
+
+    def to(self, device: torch.device) -> None:
+        """Move the state to a device."""
+        for name, tensor in self.state_dict().items():
+            setattr(self, name, tensor.to(device))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state, to be stored with a training checkpoint."""
+        return {name: getattr(self, name) for name in ("alpha_s", "alpha_t", "_excess", "_steps")}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take a state up again."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+    @torch.no_grad()
+    def update(self, penalty: Tensor, loss: Tensor, importance: tuple[float, float]) -> None:
+        """Take the L_s and L_t of a step; at the end of an interval adapt alpha_s and alpha_t."""
+        source, target = importance
+        self._excess += source * penalty - target * (loss - self.floor)
+        self._steps += 1
+        due = self._steps >= self.interval
+        penalty_larger = self._excess > 0
+        raise_t = penalty_larger & (self.alpha_s == 1)
+        raise_s = ~penalty_larger & (self.alpha_t == 1)
+        one = torch.ones_like(self.alpha_s)
+        alpha_s = torch.where(raise_s, self.alpha_s + 1, one)
+        alpha_t = torch.where(raise_t, self.alpha_t + 1, one)
+        self.alpha_s.copy_(torch.where(due, alpha_s, self.alpha_s))
+        self.alpha_t.copy_(torch.where(due, alpha_t, self.alpha_t))
+        self._excess.mul_(~due)
+        self._steps.mul_(~due)
+
+
+class Learner:
+    """Protects what a network knows, as its memory says, while it learns a target task.
+
+    damping: lambda, added to the curvature as lambda * I on W~. interpretation: how merged weights are read; the
+    method's own unless given. importance: (ls, lt); by default T/(T+1) and 1/(T+1) for a memory of T tasks (eq.
+    imp_hyp). strength: a factor on the penalty alone. balance: adaptive alpha_s, alpha_t.
+
+    BN layers carry hooks from here on until `finish` or `close`. Make the learner before the first call of a compiled
+    model, which would not notice hooks that come later.
+
+    Raises MismatchError when the memory is not that of `model`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        memory: Memory,
+        *,
+        damping: float = 1e-4,
+        interpretation: Interpretation | None = None,
+        importance: tuple[float, float] | None = None,
+        strength: float = 1.0,
+        balance: Balance | None = None,
+    ) -> None:
+        for name, value in (("damping", damping), ("strength", strength)):
+            if not 0 <= value < float("inf"):
+                raise XkfacError(f"{name} must be a number of at least 0, not {value}")
+        self.model = unwrap(model)
+        device = device_of(self.model)
+        self.memory = memory.to(device)
+        self.method = memory.method
+        if interpretation is not None:
+            self.method = get_method(self.method, interpretation=interpretation)
+        self.importance = importance if importance is not None else self._default_importance()
+        self.strength = strength
+        self.balance = balance
+        if balance is not None:
+            balance.to(device)
+        self.last_penalty = torch.zeros((), device=device)
+        self._bound = bind(self.model, memory.units)
+        self._penalty = Penalty(self.memory.curvature, self.memory.anchor, damping)
+        self._readings: dict[str, Reading] = {}
+        self._handles: list[Any] = []
+        self._frozen: list[tuple[nn.Parameter, bool]] = []
+        self._begun = False
+        self._watch_norms()
+
+    def _default_importance(self) -> tuple[float, float]:
+        if not self.method.penalised:
+            return 0.0, 1.0
+        tasks = self.memory.tasks
+        return tasks / (tasks + 1), 1 / (tasks + 1)
+
+    def _watch_norms(self) -> None:
+        if self.method.fixed_bn:
+            for norm in norms_of(self.model).values():
+                self._handles.append(norm.register_forward_pre_hook(_stay_in_evaluation))
+        elif self.method.interpretation != "eval":
+            for bound in self._bound.values():
+                if bound.norm is not None:
+                    self._handles.append(bound.norm.register_forward_pre_hook(self._reader(bound)))
+
+    def _reader(self, bound: BoundUnit) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        """Return a hook that reads the statistics of a mini-batch before the BN takes it in."""
+        interpretation, name = self.method.interpretation, bound.unit.name
+
+        def read(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if not module.training:
+                return
+            reading = bound.read(inputs[0], interpretation)
+            # A checkpointed segment runs again inside the backward pass; its first run is the one that counts.
+            if torch.compiler.is_compiling() or not _in_backward():
+                self._readings[name] = reading
+
+        return read
+
+    def begin(
+        self,
+        loader: Iterable[Any] | None = None,
+        *,
+        recentre: bool | None = None,
+        forward: Forward | None = None,
+        max_batches: int | None = None,
+        progress: Progress = False,
+    ) -> None:
+        """Start a target task: re-centre gamma and beta on its statistics (preprocessing), if the method does.
+
+        The network must be at the memory's anchor. With `recentre=False` no data is needed.
+
+        Raises MismatchError when the network has other weights, XkfacError when `loader` is missing.
+        """
+        self._check_at_anchor()
+        if self.method.recentre if recentre is None else recentre:
+            if loader is None:
+                raise XkfacError(f"method '{self.method.name}' re-centres BN on the target: begin needs its loader")
+            _recentre(self.model, loader, forward=forward, max_batches=max_batches, progress=progress)
+        self._start()
+
+    def _start(self) -> None:
+        if self.method.fixed_bn:
+            affine = [p for norm in norms_of(self.model).values() for p in norm.parameters(recurse=False)]
+            self._frozen = [(parameter, parameter.requires_grad) for parameter in affine]
+            for parameter in affine:
+                parameter.requires_grad_(False)
+        self._begun = True
+
+    @torch.no_grad()
+    def _check_at_anchor(self) -> None:
+        for name, bound in self._bound.items():
+            anchor = self.memory.anchor[name]
+            distance = (bound.merged_weight() - anchor).norm()
+            if not bool(distance <= 1e-2 * anchor.norm() + 1e-6):
+                raise MismatchError(
+                    f"the weights of unit '{name}' are not those that the memory was made from; load the source "
+                    "network's weights before begin, or take up a task in progress with load_state_dict"
+                )
+
+    def penalty(self) -> Tensor:
+        """Return L_s, damping included, for the statistics of the latest forward pass; differentiable.
+
+        A BN that did not run in training mode since the last call is read with its population statistics.
+        """
+        if not self._bound:
+            return torch.zeros((), device=device_of(self.model))
+        weights = {name: bound.merged_weight(self._readings.get(name)) for name, bound in self._bound.items()}
+        self._readings.clear()
+        return self._penalty(weights)
+
+    def objective(self, loss: Tensor) -> Tensor:
+        """Return ls * L_s + lt * L_t for the target's loss L_t (eq. cl), each over its alpha where balanced.
+
+        Call it after the forward pass of each step, once.
+        """
+        if not self._begun:
+            raise XkfacError("call begin(target_loader) before the first objective(loss)")
+        self._check_readings()
+        penalty = self.penalty()
+        self.last_penalty = penalty.detach()
+        source, target = self.importance
+        source *= self.strength
+        if self.balance is None:
+            return source * penalty + target * loss
+        objective = source * penalty / self.balance.alpha_s + target * loss / self.balance.alpha_t
+        self.balance.update(penalty.detach(), loss.detach(), (source, target))
+        return objective
+
+    def _check_readings(self) -> None:
+        if self.method.interpretation == "eval" or self.method.fixed_bn or self._readings:
+            return
+        waiting = [b for b in self._bound.values() if b.norm is not None and b.norm.training]
+        if waiting:
+            raise XkfacError(
+                f"no batch has passed '{waiting[0].unit.norm}' in training mode since the last objective; call the "
+                "model, then objective once, and make the learner before the first call of a compiled model"
+            )
+
+    def finish(
+        self,
+        loader: Iterable[Any],
+        *,
+        keep: Keep = "average",
+        likelihood: str | Likelihood | None = None,
+        exclude: Iterable[str] | None = None,
+        forward: Forward | None = None,
+        max_batches: int | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        progress: Progress = False,
+    ) -> Memory:
+        """End the target task: return the memory extended by it, H <- ls * H + lt * H_t (postprocessing).
+
+        keep: `average` the factors (constant size) or keep `all` terms (exact, growing). Arguments left out are those
+        the memory was made with. The learner is closed.
+        """
+        if keep not in ("average", "all"):
+            raise XkfacError(f"keep is '{keep}'; it must be 'average' or 'all'")
+        self.close()
+        new = estimate_for(
+            self.method,
+            self.model,
+            loader,
+            likelihood=self.memory.likelihood if likelihood is None else get_likelihood(likelihood),
+            exclude=self.memory.exclude if exclude is None else exclude,
+            forward=forward,
+            max_batches=max_batches,
+            dtype=dtype,
+            seed=seed,
+            progress=progress,
+        )
+        return self.memory.extend(self.model, new, *self.importance, keep_all=keep == "all")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint in the middle of a task needs beside the model's and the optimizer's state."""
+        return {"begun": self._begun, "balance": self.balance.state_dict() if self.balance else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a task in progress, in place of `begin`; the model's own state is loaded by the user."""
+        if (state["balance"] is None) != (self.balance is None):
+            raise XkfacError("the state is of a learner " + ("without" if self.balance else "with") + " a balance")
+        if self.balance is not None:
+            self.balance.load_state_dict(state["balance"])
+        if state["begun"]:
+            self._start()
+
+    def close(self) -> None:
+        """Take the hooks off the model and give frozen parameters their gradients back."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter, flag in self._frozen:
+            parameter.requires_grad_(flag)
+        self._handles, self._frozen, self._begun = [], [], False
+        self._readings.clear()
+
+    def __enter__(self) -> Learner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_recentre = recentre
+
+
+def _stay_in_evaluation(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    module.training = False
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

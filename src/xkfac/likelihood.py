@@ -1,0 +1,192 @@
+"""What a model's output means: draw labels, negative log likelihood, and the root of the output's Fisher.
+
+The loss of an example is L_n = -log p(y_n | output_n). Where an example has several predictions (the pixels of a
+segmentation), L_n is their mean, as the usual losses take it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xkfac.errors import XkfacError
+
+
+class Likelihood(ABC):
+    """The distribution of labels given a model's output [N, ...]; subclass it for one of your own.
+
+    `sample` and `nll` are enough. `root` serves the exact Fisher, `score` may replace automatic differentiation.
+    """
+
+    name: str = "custom"
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        """What the constructor was given, so that a memory file can name the likelihood in full."""
+        return {}
+
+    @abstractmethod
+    def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw labels, one an example (and prediction), from the model's own distribution."""
+
+    @abstractmethod
+    def nll(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return the negative log likelihood [N], summed over the predictions of an example."""
+
+    def predictions(self, output: Tensor) -> int:
+        """Return how many predictions an example has; the curvature is that of the mean loss over them."""
+        return 1
+
+    def score(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return d(sum_n L_n)/d output, shaped as `output`."""
+        with torch.enable_grad():
+            leaf = output.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.nll(leaf, labels).sum(), leaf)
+        return gradient
+
+    def root(self, output: Tensor) -> Iterator[Tensor]:
+        """Yield v_k, shaped as `output`, with sum_k v_k v_k^T the Fisher of each example's output."""
+        raise XkfacError(
+            f"the likelihood '{self.name}' does not say the root of its Fisher; implement root(), or use "
+            "labels='sampled'"
+        )
+
+
+class Categorical(Likelihood):
+    """Class probabilities softmax(output) over dimension 1 of [N, C] or [N, C, ...]."""
+
+    name = "categorical"
+
+    def _flat(self, output: Tensor) -> Tensor:
+        if output.dim() < 2:
+            raise XkfacError(
+                f"the categorical likelihood takes outputs [N, classes, ...], not {list(output.shape)}; for one number "
+                "an example use likelihood='bernoulli' or 'gaussian'"
+            )
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+
+    def predictions(self, output: Tensor) -> int:
+        """Return the number of positions."""
+        return output[0, 0].numel()
+
+    def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw classes [N, ...] by the Gumbel trick, without a host synchronisation."""
+        logits = self._flat(output.detach())
+        noise = torch.empty_like(logits).exponential_(generator=generator)
+        return (logits - noise.log()).argmax(1)
+
+    def nll(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross-entropy [N]."""
+        loss = F.cross_entropy(self._flat(output), labels, reduction="none")
+        return loss.reshape(output.shape[0], -1).sum(1)
+
+    def score(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return softmax(output) - onehot(labels)."""
+        score = self._flat(output.detach()).softmax(1)
+        ones = torch.ones_like(score[:, :1])
+        return score.scatter_add(1, labels.unsqueeze(1), -ones).to(output.dtype)
+
+    def root(self, output: Tensor) -> Iterator[Tensor]:
+        """Yield sqrt(p_c) (p - e_c) for every class c, position by position."""
+        logits = self._flat(output.detach())
+        p = logits.softmax(1).flatten(2) if logits.dim() > 2 else logits.softmax(1).unsqueeze(2)
+        for position in range(p.shape[2]):
+            for label in range(p.shape[1]):
+                root = torch.zeros_like(p)
+                root[:, :, position] = p[:, :, position]
+                root[:, label, position] -= 1
+                yield (root * p[:, label, position].sqrt()[:, None, None]).reshape(output.shape)
+
+
+class Bernoulli(Likelihood):
+    """Independent binary labels with logits `output` [N, ...]; L_n sums over the labels of an example."""
+
+    name = "bernoulli"
+
+    def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw labels, 0 or 1, shaped as `output`."""
+        p = output.detach().sigmoid()
+        return torch.bernoulli(p, generator=generator)
+
+    def nll(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return the binary cross-entropy [N]."""
+        loss = F.binary_cross_entropy_with_logits(output, labels.to(output.dtype), reduction="none")
+        return loss.reshape(output.shape[0], -1).sum(1)
+
+    def score(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return sigmoid(output) - labels."""
+        return output.detach().sigmoid() - labels.to(output.dtype)
+
+    def root(self, output: Tensor) -> Iterator[Tensor]:
+        """Yield sqrt(p (1 - p)) along every output."""
+        p = output.detach().sigmoid()
+        yield from _axes((p * (1 - p)).sqrt())
+
+
+class Gaussian(Likelihood):
+    """Labels with mean `output` [N, ...] and a fixed variance; L_n = |y_n - output_n|^2 / (2 variance) + constant.
+
+    The mean squared error over K outputs, as `F.mse_loss` takes it, is the case variance = K / 2.
+    """
+
+    name = "gaussian"
+
+    def __init__(self, variance: float = 1.0) -> None:
+        if not variance > 0:
+            raise XkfacError(f"the variance of a Gaussian likelihood must be positive, not {variance}")
+        self.variance = variance
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        """The variance."""
+        return {"variance": self.variance}
+
+    def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw labels shaped as `output`."""
+        noise = torch.empty_like(output.detach()).normal_(generator=generator)
+        return output.detach() + noise * self.variance**0.5
+
+    def nll(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return half the squared error over the variance [N]."""
+        return (output - labels).square().reshape(output.shape[0], -1).sum(1) / (2 * self.variance)
+
+    def score(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return (output - labels) / variance."""
+        score: Tensor = (output.detach() - labels) / self.variance
+        return score
+
+    def root(self, output: Tensor) -> Iterator[Tensor]:
+        """Yield 1 / sqrt(variance) along every output."""
+        yield from _axes(torch.full_like(output.detach(), self.variance**-0.5))
+
+
+def _axes(scale: Tensor) -> Iterator[Tensor]:
+    """Yield `scale` [N, ...] restricted to one output after the other."""
+    flat = scale.reshape(scale.shape[0], -1)
+    for index in range(flat.shape[1]):
+        root = torch.zeros_like(flat)
+        root[:, index] = flat[:, index]
+        yield root.reshape(scale.shape)
+
+
+LIKELIHOODS: dict[str, type[Likelihood]] = {
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+}
+
+
+def get_likelihood(likelihood: str | Likelihood) -> Likelihood:
+    """Return a likelihood by its name, or the given one."""
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if likelihood not in LIKELIHOODS:
+        raise XkfacError(
+            f"likelihood '{likelihood}' is not known; it is one of {', '.join(LIKELIHOODS)}, or an instance of a "
+            "Likelihood of your own"
+        )
+    return LIKELIHOODS[likelihood]()

@@ -1,0 +1,259 @@
+"""The merged weight W~ of a unit under an interpretation, and the re-centring of BN on a new task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from xkfac.batches import Forward, default_forward
+from xkfac.errors import MismatchError, UnitError
+from xkfac.passes import Progress, batches, device_of, norms_of, untouched, unwrap
+from xkfac.renorm import _BatchRenorm
+from xkfac.units import Unit
+
+Interpretation = Literal["bn", "brn", "const", "eval"]
+INTERPRETATIONS: tuple[Interpretation, ...] = ("bn", "brn", "const", "eval")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Statistics under which a BN is read, all [C]: W~ = (gamma r / sqrt(var + eps)) w, and so on (eq. mergebrn)."""
+
+    mean: Tensor
+    var: Tensor
+    r: Tensor | float = 1.0
+    d: Tensor | float = 0.0
+
+
+class BoundUnit:
+    """A unit tied to the modules of a model that hold its parameters."""
+
+    def __init__(self, model: nn.Module, unit: Unit) -> None:
+        self.unit = unit
+        self._weight = _locate(model, unit, unit.weight)
+        self._bias = _locate(model, unit, unit.bias)
+        self.norm: Any = None
+        if unit.norm is not None:
+            self.norm = _norm_at(model, unit)
+        shape = tuple(self._matrix_shape())
+        if shape != unit.shape:
+            raise MismatchError(
+                f"unit '{unit.name}': the memory's merged weight is {_times(unit.shape)}, the model's {_times(shape)}; "
+                "is this the network that the memory was made from?"
+            )
+
+    @property
+    def weight(self) -> Tensor:
+        """The layer's weight, or the free parameter."""
+        assert self._weight is not None
+        weight: Tensor = getattr(*self._weight)
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The layer's own bias."""
+        return None if self._bias is None else getattr(*self._bias)
+
+    def _matrix_shape(self) -> tuple[int, int, int]:
+        groups = self.unit.shape[0]
+        if self.unit.kind == "norm":
+            return (self.norm.num_features, 1, 2)
+        if self.unit.kind == "free":
+            return (1, 1, self.weight.numel())
+        rows, columns = self.weight.shape[0], self.weight[0].numel()
+        if self.norm is not None and self.norm.num_features != rows:
+            rows = self.norm.num_features
+        return (groups, rows // groups, columns + self.unit.homogeneous)
+
+    def population(self) -> Reading:
+        """Return the population statistics, as they are at this moment."""
+        return Reading(self.norm.running_mean, self.norm.running_var)
+
+    def read(self, input: Tensor, interpretation: Interpretation) -> Reading:
+        """Return the reading of the BN for a mini-batch `input` [N, C, ...] that is about to pass it.
+
+        bn: mini-batch statistics, with gradient. const: the same, detached. brn: with r and d that bring the value
+        to the population statistics while the gradient flows through the mini-batch's; r and d are clipped only in a
+        batch-renormalized net, where the forward pass clips them too.
+        """
+        mean, var = batch_statistics(input)
+        if interpretation == "const":
+            return Reading(mean.detach(), var.detach())
+        if interpretation == "bn":
+            return Reading(mean, var)
+        if isinstance(self.norm, _BatchRenorm):
+            return Reading(mean, var, *self.norm.correction(mean.detach(), var.detach()))
+        with torch.no_grad():
+            std = (self.norm.running_var + self.norm.eps).sqrt()
+            r = (var.detach() + self.norm.eps).sqrt() / std
+            d = (mean.detach() - self.norm.running_mean) / std
+        return Reading(mean, var, r, d)
+
+    def merged_weight(self, reading: Reading | None = None) -> Tensor:
+        """Return W~ [groups, rows, columns] (eq. mergebn, eq. mergebrn), read with population statistics by default.
+
+        Differentiable in the unit's parameters and in the statistics of `reading`.
+        """
+        if self.norm is None:
+            weight = _wide(self.weight)
+            if self.bias is not None:
+                weight = torch.cat([weight.flatten(1), _wide(self.bias)[:, None]], 1)
+            return weight.reshape(self.unit.shape)
+        scale, shift = self._affine(reading or self.population())
+        if self.unit.kind == "norm":
+            return torch.stack([scale, shift], 1).reshape(self.unit.shape)
+        weight = scale[:, None] * _wide(self.weight).flatten(1)
+        if self.bias is not None:
+            shift = shift + scale * _wide(self.bias)
+        return torch.cat([weight, shift[:, None]], 1).reshape(self.unit.shape)
+
+    def _affine(self, reading: Reading) -> tuple[Tensor, Tensor]:
+        """Return gamma~ and beta~ [C]: the BN as the affine map it applies under `reading`."""
+        mean, var = _wide(reading.mean), _wide(reading.var)
+        inverse = (var + self.norm.eps).rsqrt() * reading.r
+        if self.norm.weight is None:
+            return inverse, reading.d - mean * inverse
+        gamma, beta = _wide(self.norm.weight), _wide(self.norm.bias)
+        scale = gamma * inverse
+        return scale, beta + gamma * reading.d - scale * mean
+
+
+def bind(model: nn.Module, units: Iterable[Unit]) -> dict[str, BoundUnit]:
+    """Tie units to a model, by name.
+
+    Raises MismatchError for the first unit that the model does not have, or has in another shape.
+    """
+    model = unwrap(model)
+    return {unit.name: BoundUnit(model, unit) for unit in units}
+
+
+def anchor_of(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
+    """Return the anchor: a copy of the merged weights W~ of a model under its population statistics."""
+    with torch.no_grad():
+        return {name: bound.merged_weight().clone() for name, bound in bind(model, units).items()}
+
+
+def batch_statistics(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance [C] of a mini-batch [N, C, ...], in float32 at least, with gradient."""
+    axes = [axis for axis in range(input.dim()) if axis != 1]
+    var, mean = torch.var_mean(_wide(input), axes, correction=0)
+    return mean, var
+
+
+def recentre(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    forward: Forward | None = None,
+    max_batches: int | None = None,
+    progress: Progress = False,
+) -> None:
+    """Re-centre the BN layers of `model` on new data: the preprocessing of the paper, in place.
+
+    One pass in evaluation mode gives the exact pooled mean and variance of every BN's input; they become the
+    population statistics, and gamma and beta are changed such that the function and W~ stay what they were.
+
+    Raises UnitError for a BN without affine parameters, or with a channel that is not finite on the new data.
+    """
+    model = unwrap(model)
+    pools = {path: _Pool() for path, norm in norms_of(model).items() if norm.running_mean is not None}
+    run = forward or default_forward
+    handles = [norms_of(model)[path].register_forward_pre_hook(pool.hook) for path, pool in pools.items()]
+    try:
+        with untouched(model), torch.no_grad():
+            model.eval()
+            steps = batches(loader, device_of(model), max_batches=max_batches, progress=progress, what="recentre")
+            for _, batch in steps:
+                run(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    seen = {path: pool for path, pool in pools.items() if pool.count}
+    for path, pool in seen.items():
+        _check_recentrable(path, norms_of(model)[path], pool)
+    for path, pool in seen.items():
+        _recentre_norm(norms_of(model)[path], pool)
+
+
+class _Pool:
+    """Exact pooled mean and variance over batches, in float64 (Chan's update)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: Tensor
+        self.scatter: Tensor
+
+    def hook(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        values = inputs[0].double()
+        count = values.numel() // values.shape[1]
+        mean, var = batch_statistics(values)
+        if self.count == 0:
+            self.count, self.mean, self.scatter = count, mean, var * count
+            return
+        total = self.count + count
+        delta = mean - self.mean
+        self.mean = self.mean + delta * (count / total)
+        self.scatter = self.scatter + var * count + delta.square() * (self.count * count / total)
+        self.count = total
+
+
+def _check_recentrable(path: str, norm: Any, pool: _Pool) -> None:
+    if norm.weight is None:
+        raise UnitError(
+            f"'{path}' has no gamma and beta, so it cannot be re-centred; build it with affine=True, or begin with "
+            "recentre=False"
+        )
+    if not bool(pool.mean.isfinite().all() and pool.scatter.isfinite().all()):
+        raise UnitError(f"the input of '{path}' is not finite on the new data; check the data and the network")
+
+
+@torch.no_grad()
+def _recentre_norm(norm: Any, pool: _Pool) -> None:
+    mean, var = pool.mean, pool.scatter / pool.count
+    old_std = (norm.running_var.double() + norm.eps).sqrt()
+    gamma = norm.weight.double()
+    norm.bias.copy_(norm.bias.double() + gamma / old_std * (mean - norm.running_mean.double()))
+    norm.weight.copy_((var + norm.eps).sqrt() / old_std * gamma)
+    norm.running_mean.copy_(mean)
+    norm.running_var.copy_(var)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _times(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _locate(model: nn.Module, unit: Unit, name: str | None) -> tuple[nn.Module, str] | None:
+    if name is None:
+        return None
+    path, _, attribute = name.rpartition(".")
+    try:
+        model.get_parameter(name)
+        return model.get_submodule(path), attribute
+    except AttributeError:
+        raise MismatchError(
+            f"unit '{unit.name}': the model has no parameter '{name}'; is this the network that the memory was made "
+            "from?"
+        ) from None
+
+
+def _norm_at(model: nn.Module, unit: Unit) -> nn.Module:
+    assert unit.norm is not None
+    try:
+        norm = model.get_submodule(unit.norm)
+    except AttributeError:
+        norm = None
+    if not isinstance(norm, (_BatchNorm, _BatchRenorm)):
+        raise MismatchError(
+            f"unit '{unit.name}': the model has no batch normalization '{unit.norm}'; is this the network that the "
+            "memory was made from?"
+        )
+    return norm

@@ -1,0 +1,84 @@
+"""The methods of continual learning that share the library's interface: one word chooses between them."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from xkfac.curvature import Settings
+from xkfac.errors import XkfacError
+from xkfac.merging import INTERPRETATIONS, Interpretation
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is penalised, with which curvature, and how BN is treated while a target task is learnt.
+
+    settings: the curvature. penalised: False for plain fine-tuning, which has none.
+    merge: a layer and its BN are one unit. units: False penalises every parameter by itself (plain EWC).
+    interpretation: how merged weights are read in training. recentre: whether BN is re-centred at a task's start.
+    fixed_bn: gamma, beta and the statistics of every BN stay as they are, and BN runs in evaluation mode.
+    """
+
+    name: str
+    settings: Settings = field(default_factory=Settings)
+    penalised: bool = True
+    merge: bool = True
+    units: bool = True
+    interpretation: Interpretation = "brn"
+    recentre: bool = True
+    fixed_bn: bool = False
+
+    def __post_init__(self) -> None:
+        if self.interpretation not in INTERPRETATIONS:
+            raise XkfacError(
+                f"interpretation is '{self.interpretation}'; it must be one of {', '.join(INTERPRETATIONS)}"
+            )
+        if self.fixed_bn and self.recentre:
+            raise XkfacError("fixed_bn keeps BN as it is, so it cannot go with recentre=True")
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("xkfac"),
+        Method("kfac", Settings("kfac")),
+        Method("corrected", Settings("corrected")),
+        Method("diagonal", Settings("diagonal")),
+        Method("ewc", Settings("diagonal"), merge=False, units=False, interpretation="eval", recentre=False),
+        Method(
+            "fixed-bn",
+            Settings("kfac", statistics="population"),
+            interpretation="eval",
+            recentre=False,
+            fixed_bn=True,
+        ),
+        Method("fine-tuning", penalised=False, interpretation="eval", recentre=False),
+    )
+}
+
+
+def get_method(method: str | Method, **changes: Any) -> Method:
+    """Return a method by name, or the given one, with fields of `Method` or `Settings` changed.
+
+    Raises XkfacError for an unknown name or field, with the nearest one that exists.
+    """
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise XkfacError(
+                f"method '{method}' is not known{_nearest(method, METHODS)}; it is one of {', '.join(METHODS)}"
+            )
+        method = METHODS[method]
+    own = {f.name for f in fields(Method)} - {"name", "settings"}
+    inner = {f.name for f in fields(Settings)}
+    for name in changes:
+        if name not in own | inner:
+            raise XkfacError(f"'{name}' is no option of a method{_nearest(name, own | inner)}")
+    settings = replace(method.settings, **{k: v for k, v in changes.items() if k in inner})
+    return replace(method, settings=settings, **{k: v for k, v in changes.items() if k in own})
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,140 @@
+"""Passes over data that leave no trace on a model."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from xkfac.batches import size_of, to_device
+from xkfac.errors import XkfacError
+from xkfac.renorm import _BatchRenorm
+
+Statistics = Literal["batch", "population"]
+Progress = bool | Callable[[Iterable[Any]], Iterable[Any]]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's own module inside DistributedDataParallel, DataParallel or a compiled module."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner: Any = model.module
+        else:
+            inner = getattr(model, "_orig_mod", None)
+        if inner is None:
+            return model
+        model = inner
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's first parameter, or buffer, or the CPU."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def norms_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the batch normalization and renormalization layers of a model by their path."""
+    return {path: m for path, m in model.named_modules() if isinstance(m, (_BatchNorm, _BatchRenorm))}
+
+
+def set_mode(model: nn.Module, statistics: Statistics) -> None:
+    """Put the model in evaluation mode, its BN layers in training mode when `statistics` is "batch"."""
+    model.eval()
+    for norm in norms_of(model).values():
+        norm.train(statistics == "batch")
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restore buffers, training flags, gradient flags and global random state of a model on leaving, bit by bit."""
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    training = [(module, module.training) for module in model.modules()]
+    needs_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    with _same_random_state():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, value in buffers:
+                    module._buffers[name] = buffer.copy_(value)
+            for module, flag in training:
+                module.training = flag
+            for parameter, flag in needs_grad:
+                parameter.requires_grad_(flag)
+
+
+@contextmanager
+def _same_random_state() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+
+def batches(
+    loader: Iterable[Any],
+    device: torch.device,
+    *,
+    max_batches: int | None = None,
+    progress: Progress = False,
+    what: str = "batches",
+) -> Iterator[tuple[int, Any]]:
+    """Yield (number of examples, batch on `device`) for at most `max_batches` batches of a loader.
+
+    `progress` is True for a line on standard error, or a function such as `tqdm.tqdm` that wraps an iterable.
+
+    Raises XkfacError when the loader is no iterable, gives nothing, or gives an empty batch.
+    """
+    if max_batches is not None and max_batches < 1:
+        raise XkfacError(f"max_batches must be at least 1, not {max_batches}")
+    if not isinstance(loader, Iterable):
+        raise XkfacError(f"the loader is a {type(loader).__name__}; it must be an iterable of batches")
+    total = len(loader) if isinstance(loader, Sized) else None
+    if max_batches is not None:
+        total = max_batches if total is None else min(total, max_batches)
+    wrapped: Iterable[Any] = _bar(loader, total, what) if progress is True else loader
+    if callable(progress):
+        wrapped = progress(loader)
+    seen = 0
+    for batch in wrapped:
+        size = size_of(batch)
+        if size == 0:
+            raise XkfacError(f"batch {seen} of the loader has no examples")
+        yield size, to_device(batch, device)
+        seen += 1
+        if seen == max_batches:
+            break
+    if seen == 0:
+        raise XkfacError("the loader gave no batch; is it empty, or an iterator that was used up before?")
+
+
+def _bar(loader: Iterable[Any], total: int | None, what: str) -> Iterator[Any]:
+    start = time.monotonic()
+    count = 0
+    try:
+        for count, batch in enumerate(loader, 1):
+            yield batch
+            left = f", {(time.monotonic() - start) * (total - count) / count:.0f} s left" if total else ""
+            print(f"\r{what}: {count}/{total or '?'}{left}    ", end="", file=sys.stderr, flush=True)
+    finally:
+        print(f"\r{what}: {count} in {time.monotonic() - start:.1f} s          ", file=sys.stderr, flush=True)

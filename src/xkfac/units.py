@@ -1,0 +1,401 @@
+"""Find the units of any network by running it once.
+
+A unit is the part of a network that is penalised as one matrix W~: a linear or convolutional layer together with the
+BN that consumes its output, such a layer alone, a BN alone, or, for every parameter outside these, the free parameter
+itself. A forward pass is watched at the level of torch functions, so what counts is what a network does, not how its
+modules are named: a weight that is standardised, tied or otherwise transformed before use is a free parameter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from xkfac.batches import Forward, default_forward, size_of, tensors, to_device
+from xkfac.errors import UnitError
+from xkfac.passes import device_of, norms_of, untouched, unwrap
+
+Kind = Literal["linear", "conv", "norm", "free"]
+
+_CONVOLUTIONS: dict[Callable[..., Any], int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+_SAME_TENSOR = (Tensor.contiguous, Tensor.to, Tensor.float, Tensor.double, Tensor.type_as)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The geometry of a convolution, each field with one entry a spatial dimension."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit: which parameters and BN it is made of, and the shape [groups, rows, columns] of its merged weight W~.
+
+    `columns` counts the homogeneous coordinate, present where the unit has a bias of its own or through its BN. A
+    layer that a forward pass calls several times has these `calls` as further positions.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, int, int]
+    weight: str | None = None
+    bias: str | None = None
+    norm: str | None = None
+    convolution: Convolution | None = None
+    calls: int = 1
+
+    @property
+    def homogeneous(self) -> bool:
+        """Whether the last column of W~ is a bias."""
+        return self.kind != "free" and (self.norm is not None or self.bias is not None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one parameter is treated: the line of it in a summary."""
+
+    parameter: str
+    unit: str
+    kind: str
+    size: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The units of a network, and a row for every one of its parameters."""
+
+    units: tuple[Unit, ...]
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        """Return the table of all parameters."""
+        head = ("parameter", "unit", "kind", "size", "note")
+        lines = [head, *((r.parameter, r.unit, r.kind, f"{r.size:,}", r.note) for r in self.rows)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        total = sum(row.size for row in self.rows)
+        return "\n".join([*text, f"{len(self.units)} units, {len(self.rows)} parameters, {total:,} numbers"])
+
+
+@dataclass
+class Call:
+    """One call of a linear map in a forward pass."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    convolution: Convolution | None = None
+    groups: int = 1
+
+
+def read_call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    """Return the call of a linear map that a torch function is, or None for any other function."""
+    if function is F.linear:
+        return _linear(*args, **kwargs)
+    if function in _CONVOLUTIONS:
+        return _conv(_CONVOLUTIONS[function], *args, **kwargs)
+    return None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
+    return Call(input, weight, bias)
+
+
+def _conv(
+    rank: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Call:
+    kernel = tuple(weight.shape[2:])
+    dilations = _each(dilation, rank)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
+        pads = tuple((total // 2, total - total // 2) for total in totals)
+    else:
+        pads = tuple((p, p) for p in _each(0 if padding == "valid" else padding, rank))
+    return Call(input, weight, bias, Convolution(kernel, _each(stride, rank), pads, dilations), groups)
+
+
+def _each(value: Any, rank: int) -> tuple[int, ...]:
+    values = (value,) * rank if isinstance(value, int) else tuple(value)
+    return values * rank if len(values) == 1 else values
+
+
+class Trace(TorchFunctionMode):
+    """Watches the torch functions of a forward pass; `norm` is the path of the BN that is running, if any."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.norm: str | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a torch function through `watch`."""
+        return self.watch(func, args, kwargs or {})
+
+    def watch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one torch function; a subclass looks at it and may replace its result."""
+        raise NotImplementedError
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch what runs inside; hooks that tell which BN runs are gone afterwards."""
+        handles = []
+
+        def enter(path: str) -> Callable[[nn.Module, Any], None]:
+            return lambda module, inputs: setattr(self, "norm", path)
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            self.norm = None
+
+        try:
+            for path, norm in norms_of(self.model).items():
+                handles.append(norm.register_forward_pre_hook(enter(path)))
+                handles.append(norm.register_forward_hook(leave))
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@dataclass
+class _Layer:
+    """What a discovery pass saw of one weight used by linear maps."""
+
+    calls: list[Call] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+class _Discovery(Trace):
+    """Records linear maps, BN calls, and who consumes the outputs of linear maps and the parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.layers: dict[str, _Layer] = defaultdict(_Layer)
+        self.norm_inputs: dict[str, list[Tensor]] = defaultdict(list)
+        self.consumers: dict[int, set[str | None]] = defaultdict(set)
+        self.other_uses: set[str] = set()
+        self.used: set[str] = set()
+        self._outputs: dict[int, Tensor] = {}
+
+    def watch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        arguments = [*tensors(args), *tensors(kwargs)]
+        versions = [tensor._version for tensor in arguments]
+        result = func(*args, **kwargs)
+        if not any(True for _ in tensors(result)):
+            return result
+        call = read_call(func, args, kwargs)
+        is_norm = func is F.batch_norm and self.norm is not None
+        for tensor, version in zip(arguments, versions, strict=True):
+            if func in _SAME_TENSOR and result is tensor and tensor._version == version:
+                continue
+            if id(tensor) in self._outputs:
+                self.consumers[id(tensor)].add(self.norm if is_norm else None)
+            if id(tensor) in self.names:
+                self._use(self.names[id(tensor)], tensor, call, is_norm)
+        if call is not None and id(call.weight) in self.names:
+            layer = self.layers[self.names[id(call.weight)]]
+            layer.calls.append(call)
+            layer.outputs.append(result)
+            self._outputs[id(result)] = result
+        if is_norm and self.norm is not None:
+            self.norm_inputs[self.norm].append(arguments[0])
+        return result
+
+    def _use(self, name: str, tensor: Tensor, call: Call | None, is_norm: bool) -> None:
+        self.used.add(name)
+        if not (is_norm or (call is not None and (tensor is call.weight or tensor is call.bias))):
+            self.other_uses.add(name)
+
+
+def find_units(
+    model: nn.Module,
+    batch: Any,
+    *,
+    merge: bool = True,
+    units: bool = True,
+    exclude: Iterable[str] = (),
+    forward: Forward | None = None,
+) -> Coverage:
+    """Run `model` once on `batch` and return its units.
+
+    With `merge=False` a layer and the BN behind it are two units; with `units=False` every parameter is a free one
+    (plain EWC). `exclude` names parameters, modules (all their parameters) or patterns such as "head*" that are left
+    out. `forward(model, batch)` says how the model takes a batch.
+
+    Raises UnitError for BN layers that have no merged weight of their own: without running statistics, synchronised
+    across processes, or called more than once.
+    """
+    model = unwrap(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UnitError(f"'{name}' is not initialised yet; run the lazy model once before looking for its units")
+    excluded = _excluded(model, exclude)
+    trace = _Discovery(model)
+    batch = to_device(batch, device_of(model))
+    with untouched(model), torch.no_grad(), trace.running():
+        model.eval()
+        output = (forward or default_forward)(model, batch)
+    for tensor in tensors(output):
+        trace.consumers[id(tensor)].add(None)
+    found = list(_layers_and_norms(trace, size_of(batch), merge, excluded)) if units else []
+    taken = {name for unit in found for name in parameters_of(model, unit)}
+    for name, parameter in model.named_parameters():
+        if name not in taken and name not in excluded:
+            found.append(Unit(name, "free", (1, 1, parameter.numel()), weight=name))
+    order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    found.sort(key=lambda unit: min(order[name] for name in parameters_of(model, unit)))
+    return Coverage(tuple(found), tuple(_rows(model, found, excluded, trace.used)))
+
+
+def parameters_of(model: nn.Module, unit: Unit) -> tuple[str, ...]:
+    """Return the names of the parameters that a unit is made of."""
+    names = [name for name in (unit.weight, unit.bias) if name is not None]
+    if unit.norm is not None:
+        norm = model.get_submodule(unit.norm)
+        names += [f"{unit.norm}.{name}" for name in ("weight", "bias") if getattr(norm, name) is not None]
+    return tuple(names)
+
+
+def _layers_and_norms(trace: _Discovery, size: int, merge: bool, excluded: set[str]) -> Iterator[Unit]:
+    norms = norms_of(trace.model)
+    merged: set[str] = set()
+    for weight, layer in trace.layers.items():
+        parts = [weight, *_bias_names(trace, layer)]
+        if not _is_unit(trace, layer, parts, size) or excluded.intersection(parts):
+            continue
+        norm = _norm_behind(trace, layer) if merge else None
+        if norm is not None and excluded.intersection(_affine_names(norms, norm)):
+            norm = None
+        if norm is not None:
+            merged.add(norm)
+        yield _layer_unit(weight, parts[1] if len(parts) == 2 else None, norm, layer.calls)
+    for path, inputs in trace.norm_inputs.items():
+        affine = _affine_names(norms, path)
+        if (path in merged or affine) and not excluded.intersection(affine):
+            _check_norm(path, norms[path], len(inputs))
+        if path not in merged and affine and not excluded.intersection(affine):
+            yield Unit(path, "norm", (int(norms[path].num_features), 1, 2), norm=path)  # type: ignore[arg-type]
+
+
+def _layer_unit(weight: str, bias: str | None, norm: str | None, calls: list[Call]) -> Unit:
+    call = calls[0]
+    columns = call.weight[0].numel() + (bias is not None or norm is not None)
+    return Unit(
+        name=weight.removesuffix(".weight"),
+        kind="linear" if call.convolution is None else "conv",
+        shape=(call.groups, call.weight.shape[0] // call.groups, columns),
+        weight=weight,
+        bias=bias,
+        norm=norm,
+        convolution=call.convolution,
+        calls=len(calls),
+    )
+
+
+def _bias_names(trace: _Discovery, layer: _Layer) -> list[str]:
+    biases = {id(call.bias): call.bias for call in layer.calls if call.bias is not None}
+    return [trace.names.get(key, "") for key in biases]
+
+
+def _is_unit(trace: _Discovery, layer: _Layer, parts: list[str], size: int) -> bool:
+    """Whether all uses of these parameters are calls of one linear map with examples along the first dimension."""
+    first = layer.calls[0]
+    same = all(
+        (call.convolution, call.groups, call.bias is None) == (first.convolution, first.groups, first.bias is None)
+        for call in layer.calls
+    )
+    rank = 2 if first.convolution is None else 2 + len(first.convolution.kernel)
+    batched = all(
+        call.input.shape[0] == size
+        and (call.input.dim() >= rank if call.convolution is None else call.input.dim() == rank)
+        for call in layer.calls
+    )
+    return same and batched and len(parts) <= 2 and "" not in parts and not trace.other_uses.intersection(parts)
+
+
+def _norm_behind(trace: _Discovery, layer: _Layer) -> str | None:
+    """Return the BN that is the only consumer of the layer's only output, its channels being the layer's rows."""
+    if len(layer.outputs) != 1:
+        return None
+    output, call = layer.outputs[0], layer.calls[0]
+    consumers = trace.consumers[id(output)]
+    if len(consumers) != 1 or None in consumers or (call.convolution is None and output.dim() != 2):
+        return None
+    (norm,) = consumers
+    return norm
+
+
+def _affine_names(norms: dict[str, nn.Module], path: str) -> list[str]:
+    return [f"{path}.{name}" for name in ("weight", "bias") if getattr(norms[path], name) is not None]
+
+
+def _check_norm(path: str, norm: nn.Module, calls: int) -> None:
+    if isinstance(norm, nn.SyncBatchNorm):
+        raise UnitError(
+            f"'{path}' is a SyncBatchNorm, whose statistics span processes; use per-process BatchNorm layers, or "
+            f"exclude '{path}'"
+        )
+    if norm.running_mean is None:
+        raise UnitError(
+            f"'{path}' has no running statistics, so its merged weight has no anchor; build it with "
+            f"track_running_stats=True, or exclude '{path}'"
+        )
+    if calls > 1:
+        raise UnitError(
+            f"'{path}' is called {calls} times in one forward pass, so it has {calls} merged weights; give each call a "
+            f"BN of its own, or exclude '{path}'"
+        )
+
+
+def _excluded(model: nn.Module, exclude: Iterable[str]) -> set[str]:
+    """Return the parameters that the patterns match; an unknown pattern is an error that suggests a name."""
+    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
+    names = [name for name, _ in model.named_parameters()]
+    excluded: set[str] = set()
+    for pattern in patterns:
+        hits = {n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"{pattern}.*")}
+        if not hits:
+            known = [path for path, _ in model.named_modules() if path] + names
+            close = difflib.get_close_matches(pattern, known, 1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise UnitError(f"exclude: '{pattern}' matches no parameter of the model{hint}")
+        excluded |= hits
+    return excluded
+
+
+def _rows(model: nn.Module, units: list[Unit], excluded: set[str], used: set[str]) -> Iterator[Row]:
+    owner = {name: unit for unit in units for name in parameters_of(model, unit)}
+    for name, parameter in model.named_parameters():
+        unit = owner.get(name)
+        note = "" if name in used else "not seen in the forward pass"
+        if unit is None:
+            yield Row(name, "-", "excluded", parameter.numel(), note)
+            continue
+        if unit.norm is not None and unit.weight is not None:
+            note = f"merged with {unit.norm}" if name in (unit.weight, unit.bias) else f"merged with {unit.name}"
+        yield Row(name, unit.name, unit.kind, parameter.numel(), note)
