@@ -5,13 +5,11 @@ import torch
 
 torch.set_num_threads(1)
 
-# torchvision's compiled operators do not load beside a CPU build of torch; its models do not need them.
-_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
-for _name in ("nms", "qnms"):
-    try:
+if torch.version.cuda is None:
+    # torchvision's compiled operators do not load beside a CPU build of torch; its models do not need them.
+    _LIBRARY = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
         _LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except RuntimeError:
-        pass
 
 
 @pytest.fixture(autouse=True)

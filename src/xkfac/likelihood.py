@@ -148,7 +148,7 @@ class Gaussian(Likelihood):
     def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """Draw labels shaped as `output`."""
         noise = torch.empty_like(output.detach()).normal_(generator=generator)
-        return output.detach() + noise * self.variance**0.5
+        return torch.add(output.detach(), noise, alpha=self.variance**0.5)
 
     def nll(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return half the squared error over the variance [N]."""
