@@ -33,6 +33,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Return the nested structure `value` with its tensors on `device`."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
+    if callable(getattr(value, "to", None)):  # a packed sequence, a tokenizer's batch: these know how to move
+        return value.to(device)
     if isinstance(value, Mapping):
         return {key: to_device(item, device) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -80,12 +82,14 @@ def labels_of(batch: Any) -> Any:
 
 
 def size_of(batch: Any) -> int:
-    """Return the number of examples N of a batch: the leading dimension of its first tensor."""
+    """Return the number of examples N of a batch: the leading dimension of its first tensor that has one."""
     for tensor in tensors(batch):
-        if tensor.dim() == 0:
-            break
-        return tensor.shape[0]
-    raise XkfacError("a batch of the loader holds no tensor with a batch dimension")
+        if tensor.dim() > 0:
+            return tensor.shape[0]
+    raise XkfacError(
+        f"a batch of the loader is a {type(batch).__name__} without a tensor that has a batch dimension; batches must "
+        "be tensors, or lists, tuples or dicts of them"
+    )
 
 
 def default_forward(model: nn.Module, batch: Any) -> Tensor:
@@ -114,13 +118,17 @@ def default_forward(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _call_by_key(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if inputs and all(key in parameters or takes_any for key in inputs):
-        return model(**inputs)
-    if len(inputs) == 1:
-        return model(*inputs.values())
-    raise XkfacError(
-        f"the model's forward does not take the batch's keys {', '.join(map(repr, inputs))}; pass "
-        "forward=lambda model, batch: ... to say how it does"
-    )
+    if not inputs:
+        raise XkfacError(
+            f"a batch of the loader holds labels alone; its inputs need keys beside {', '.join(LABEL_KEYS)}"
+        )
+    try:
+        inspect.signature(model.forward).bind(**inputs)
+    except TypeError:
+        if len(inputs) == 1:
+            return model(*inputs.values())
+        raise XkfacError(
+            f"the model's forward does not take the batch's keys {', '.join(map(repr, inputs))}; pass "
+            "forward=lambda model, batch: ... to say how it does"
+        ) from None
+    return model(**inputs)

@@ -11,7 +11,7 @@ from torch import Tensor
 from xkfac.curvature import Curvature, Settings
 from xkfac.errors import UnitError
 from xkfac.factors import Moments, batch_gradient, unit_gradients, unit_inputs
-from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker
+from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, Term, symmetrised
 from xkfac.units import Unit
 
 
@@ -90,6 +90,30 @@ class SquareCollector(Collector):
         if self.basis is None:
             return Diagonal(values)
         return replace(self.basis, scales=values.to(self.basis.left.device))
+
+
+class MarginalCollector(SquareCollector):
+    """Collects the second moments E[g^T g] / N and E[g g^T] / N of columns and rows of the batch gradient g."""
+
+    def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
+        super().__init__(unit, dtype)
+        self.left: Tensor | None = None
+        self.right: Tensor | None = None
+
+    def add(self, gradient: Tensor, weight: float) -> None:
+        """Take the gradient [groups, rows, columns] with respect to W~ of one backward pass."""
+        left, right = symmetrised(gradient.mT @ gradient) * weight, symmetrised(gradient @ gradient.mT) * weight
+        self.left = left if self.left is None else self.left + left
+        self.right = right if self.right is None else self.right + right
+
+    def block(self, examples: int) -> Block:
+        """Return the Kronecker product with these moments as its partial traces."""
+        groups, rows, columns = self.unit.shape
+        if self.left is None or self.right is None:
+            return Kronecker((Term(torch.zeros(groups, columns, columns), torch.zeros(groups, rows, rows)),))
+        left, right = self.left / examples, self.right / examples
+        root = left.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(left.dtype).tiny).sqrt()[:, None, None]
+        return Kronecker((Term(left / root, right / root),))
 
 
 @dataclass

@@ -16,14 +16,15 @@ from xkfac.passes import Statistics
 
 CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
 Labels = Literal["sampled", "exact", "empirical"]
+Basis = Literal["gradients", "factors"]
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a curvature is estimated.
 
-    kind: `xkfac` or `kfac` factors, the `diagonal` (EWC, from batch gradients), or `corrected`, XK-FAC's exact
-        variances in the Kronecker eigenbasis (two passes over the data).
+    kind: `xkfac` or `kfac` factors, the `diagonal` (EWC, from batch gradients), or `corrected`: the Fisher's exact
+        variances in a Kronecker eigenbasis (two passes over the data).
     form, grouping: which XK-FAC (see `xkfac.factors`): the paper's, or `mean`, and `pooled`, `hierarchical`.
     labels: `sampled` from the model (unbiased, one backward pass a draw); `exact`, all examples and classes (for tests
         and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
@@ -31,6 +32,8 @@ class Settings:
     draws: label draws a batch.
     statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
     cross_layer: blocks between all pairs of linear units too, as a Khatri-Rao product.
+    basis: where `corrected` takes its eigenbasis from, the second moments of the batch `gradients`, or XK-FAC's
+        `factors`.
     """
 
     kind: CurvatureKind = "xkfac"
@@ -40,6 +43,7 @@ class Settings:
     draws: int = 1
     statistics: Statistics = "batch"
     cross_layer: bool = False
+    basis: Basis = "gradients"
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -48,6 +52,7 @@ class Settings:
             ("grouping", get_args(Grouping)),
             ("labels", get_args(Labels)),
             ("statistics", get_args(Statistics)),
+            ("basis", get_args(Basis)),
         ):
             if getattr(self, name) not in choices:
                 raise XkfacError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}")
@@ -60,8 +65,8 @@ class Settings:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The chain of partitions that the factors follow; `corrected` takes its eigenbasis from K-FAC's factors."""
-        return GROUPINGS[self.grouping] if self.kind == "xkfac" else KFAC
+        """The chain of partitions that the factors follow."""
+        return KFAC if self.kind == "kfac" else GROUPINGS[self.grouping]
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,7 @@ def _wide_dtype(model: nn.Module) -> torch.dtype:
 def _basis(block: Block) -> Corrected | None:
     if not isinstance(block, Kronecker):
         return None
-    (term,) = block.terms
-    return eigenbasis(term.dense_left, term.right)
+    return eigenbasis(*block.marginals())
 
 
 class _Capture(Trace):
@@ -128,6 +127,7 @@ class _Capture(Trace):
         self.layers = {id(model.get_parameter(u.weight)): u for u in units if u.kind in ("linear", "conv") and u.weight}
         self.norms = {u.norm: u for u in units if u.norm is not None}
         self.leaves: list[Tensor] = []
+        self.woken: dict[int, Tensor] = {}
         self.weight = 1.0
         self.examples = 0
         self._inputs: dict[str, list[Tensor]] = {}
@@ -138,13 +138,17 @@ class _Capture(Trace):
         unit = self.layers.get(id(call.weight)) if call is not None else None
         if call is not None and unit is not None:
             self._see_input(unit, call.input)
-            result = func(*args, **kwargs)
-            return self._tap(unit, result) if unit.norm is None else result
+            if unit.norm is not None:
+                return func(*args, **kwargs)
+            self._wake(call.input, call.bias, call.weight)
+            return self._tap(unit, func(*args, **kwargs))
         unit = self.norms.get(self.norm) if func is F.batch_norm and self.norm is not None else None
         if unit is None:
             return func(*args, **kwargs)
+        input = args[0] if args else kwargs["input"]
         if unit.kind == "norm":
-            self._see_input(unit, args[0] if args else kwargs["input"])
+            self._see_input(unit, input)
+        self._wake(input, getattr(self.model.get_submodule(str(self.norm)), "bias", None))
         return self._tap(unit, func(*args, **kwargs))
 
     def begin_batch(self, examples: int) -> None:
@@ -182,9 +186,21 @@ class _Capture(Trace):
             with torch.no_grad(), _full_precision(input):
                 self.collectors.of[unit.name].inputs(seen)
 
+    def _wake(self, input: Tensor, *candidates: Any) -> None:
+        """Make a graph begin here where none reaches the unit: let one parameter, the smallest, ask for a gradient.
+
+        Unlike a tensor put in between, it is there again when a checkpointed segment is recomputed.
+        """
+        if input.requires_grad:
+            return
+        for parameter in candidates:
+            if isinstance(parameter, nn.Parameter):
+                self.woken[id(parameter)] = parameter.requires_grad_()
+                return
+
     def _tap(self, unit: Unit, output: Tensor) -> Tensor:
         """Return `output` with a hook that catches its gradient, also where an in-place operation follows."""
-        if not output.requires_grad:
+        if not output.requires_grad:  # a BN without parameters of its own
             leaf = output.detach().requires_grad_()
             self.leaves.append(leaf)
             output = leaf.clone()
@@ -292,7 +308,7 @@ class _Run:
         capture.end_forward()
         capture.collectors.examples += size
         free = self._free()
-        leaves = [*capture.leaves, *(self.model.get_parameter(unit.name) for unit in free)]
+        leaves = [*(self.model.get_parameter(unit.name) for unit in free), *capture.leaves, *capture.woken.values()]
         if not output.requires_grad:
             raise XkfacError("the output of the network depends on none of its parameters")
         scale = 1 / self.likelihood.predictions(output)
@@ -300,7 +316,7 @@ class _Run:
             capture.weight = weight * scale
             gradients = torch.autograd.grad(output, leaves, cotangent, retain_graph=True, allow_unused=True)
             capture.end_backward()
-            for unit, gradient in zip(free, gradients[len(capture.leaves) :], strict=True):
+            for unit, gradient in zip(free, gradients, strict=False):
                 squares = capture.collectors.of[unit.name]
                 if gradient is not None and isinstance(squares, SquareCollector):
                     squares.add(gradient.to(self.dtype).reshape(unit.shape), capture.weight)
@@ -312,7 +328,10 @@ class _Run:
                 labels = self.likelihood.sample(output, generator)
                 yield self.likelihood.score(output, labels), 1 / self.settings.draws
         elif self.settings.labels == "empirical":
-            yield self.likelihood.score(output, labels_of(batch)), 1.0
+            labels = labels_of(batch)
+            if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.shape[0] != output.shape[0]:
+                raise XkfacError(f"labels='empirical' needs a tensor of {output.shape[0]} labels in each batch")
+            yield self.likelihood.score(output, labels), 1.0
         else:
             for root in self.likelihood.root(output):
                 for example in range(output.shape[0]):

@@ -67,6 +67,18 @@ class Kronecker:
         parts = [t.right.diagonal(dim1=1, dim2=2)[:, :, None] * _left_diagonal(t)[:, None, :] for t in self.terms]
         return torch.stack(parts).sum(0)
 
+    def marginals(self) -> tuple[Tensor, Tensor]:
+        """Return the one Kronecker product A [groups, D, D], H [groups, C, C] with the block's partial traces.
+
+        They are sum_k tr(H_k) A_k and sum_k tr(A_k) H_k, each over the root of the block's trace: the second moments
+        of columns and of rows of a matrix whose covariance is the block.
+        """
+        left = torch.stack([term.dense_left for term in self.terms])
+        right = torch.stack([term.right for term in self.terms])
+        of_left, of_right = (m.diagonal(dim1=2, dim2=3).sum(2)[:, :, None, None] for m in (left, right))
+        root = (of_left * of_right).sum(0).clamp(min=torch.finfo(left.dtype).tiny).sqrt()
+        return (of_right * left).sum(0) / root, (of_left * right).sum(0) / root
+
     def average(self, other: Kronecker, own: float, others: float) -> Kronecker:
         """Return the block whose factors are own * (these) + others * (the other's), at constant size."""
         if len(self.terms) != len(other.terms):

@@ -13,7 +13,7 @@ from xkfac.batches import Forward
 from xkfac.errors import MismatchError, XkfacError
 from xkfac.likelihood import Likelihood, get_likelihood
 from xkfac.memory import Memory, estimate_for
-from xkfac.merging import BoundUnit, Interpretation, Reading, bind, recentre
+from xkfac.merging import BoundUnit, Interpretation, Reading, bind, norm_input, recentre
 from xkfac.methods import get_method
 from xkfac.passes import Progress, device_of, norms_of, unwrap
 from xkfac.penalty import Penalty
@@ -26,7 +26,8 @@ class Balance:
 
     Every `interval` steps the means of the two over the interval are compared: alpha_t grows by 1 as long as the
     penalty is the larger and returns to 1 when it no longer is; alpha_s likewise in the opposite case. `floor` is
-    C_t, the loss that fine-tuning reaches on the target. All state lives on the device and no step synchronises it.
+    C_t, the loss that fine-tuning reaches on the target. A step whose loss is not finite, as a gradient scaler skips
+    it, does not count. All state lives on the device and no step synchronises it.
     """
 
     def __init__(self, floor: float = 0.0, interval: int = 10) -> None:
@@ -54,12 +55,12 @@ class Balance:
     def update(self, penalty: Tensor, loss: Tensor, importance: tuple[float, float]) -> None:
         """Take the L_s and L_t of a step; at the end of an interval adapt alpha_s and alpha_t."""
         source, target = importance
-        self._excess += source * penalty - target * (loss - self.floor)
+        excess = source * penalty - target * (loss - self.floor)
+        self._excess += excess.nan_to_num(0.0, 0.0, 0.0)
         self._steps += 1
         due = self._steps >= self.interval
-        penalty_larger = self._excess > 0
-        raise_t = penalty_larger & (self.alpha_s == 1)
-        raise_s = ~penalty_larger & (self.alpha_t == 1)
+        raise_t = (self._excess > 0) & (self.alpha_s == 1)
+        raise_s = (self._excess < 0) & (self.alpha_t == 1)
         one = torch.ones_like(self.alpha_s)
         alpha_s = torch.where(raise_s, self.alpha_s + 1, one)
         alpha_t = torch.where(raise_t, self.alpha_t + 1, one)
@@ -77,9 +78,10 @@ class Learner:
     imp_hyp). strength: a factor on the penalty alone. balance: adaptive alpha_s, alpha_t.
 
     BN layers carry hooks from here on until `finish` or `close`. Make the learner before the first call of a compiled
-    model, which would not notice hooks that come later.
+    model, which would not notice hooks that come later, and with the DistributedDataParallel model where there is one,
+    so that its processes re-centre alike.
 
-    Raises MismatchError when the memory is not that of `model`.
+    Raises MismatchError when the memory is not that of `model`, XkfacError for options that do not go together.
     """
 
     def __init__(
@@ -93,15 +95,22 @@ class Learner:
         strength: float = 1.0,
         balance: Balance | None = None,
     ) -> None:
-        for name, value in (("damping", damping), ("strength", strength)):
+        given = importance or (0.0, 0.0)
+        for name, value in (("damping", damping), ("strength", strength), *(("importance", one) for one in given)):
             if not 0 <= value < float("inf"):
                 raise XkfacError(f"{name} must be a number of at least 0, not {value}")
+        self._wrapped = model
         self.model = unwrap(model)
         device = device_of(self.model)
         self.memory = memory.to(device)
         self.method = memory.method
         if interpretation is not None:
             self.method = get_method(self.method, interpretation=interpretation)
+            if interpretation != memory.method.interpretation and not self._reads_merged_weights:
+                raise XkfacError(
+                    f"method '{self.method.name}' penalises no merged weights that could be read as "
+                    f"'{interpretation}'; leave interpretation out"
+                )
         self.importance = importance if importance is not None else self._default_importance()
         self.strength = strength
         self.balance = balance
@@ -109,12 +118,18 @@ class Learner:
             balance.to(device)
         self.last_penalty = torch.zeros((), device=device)
         self._bound = bind(self.model, memory.units)
-        self._penalty = Penalty(self.memory.curvature, self.memory.anchor, damping)
+        read = self.memory.to(dtype=_wide_dtype(self.model))
+        self._penalty = Penalty(read.curvature, read.anchor, damping)
         self._readings: dict[str, Reading] = {}
+        self._blind: set[str] = set()
         self._handles: list[Any] = []
         self._frozen: list[tuple[nn.Parameter, bool]] = []
-        self._begun = False
+        self._begun = self._closed = False
         self._watch_norms()
+
+    @property
+    def _reads_merged_weights(self) -> bool:
+        return self.method.penalised and self.method.units and not self.method.fixed_bn
 
     def _default_importance(self) -> tuple[float, float]:
         if not self.method.penalised:
@@ -125,23 +140,27 @@ class Learner:
     def _watch_norms(self) -> None:
         if self.method.fixed_bn:
             for norm in norms_of(self.model).values():
-                self._handles.append(norm.register_forward_pre_hook(_stay_in_evaluation))
+                before, after = _evaluation()
+                self._handles += [norm.register_forward_pre_hook(before), norm.register_forward_hook(after)]
         elif self.method.interpretation != "eval":
             for bound in self._bound.values():
                 if bound.norm is not None:
-                    self._handles.append(bound.norm.register_forward_pre_hook(self._reader(bound)))
+                    hook = self._reader(bound)
+                    self._handles.append(bound.norm.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _reader(self, bound: BoundUnit) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def _reader(self, bound: BoundUnit) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], None]:
         """Return a hook that reads the statistics of a mini-batch before the BN takes it in."""
         interpretation, name = self.method.interpretation, bound.unit.name
 
-        def read(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        def read(module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
             if not module.training:
                 return
-            reading = bound.read(inputs[0], interpretation)
+            reading = bound.read(norm_input(inputs, keywords), interpretation)
             # A checkpointed segment runs again inside the backward pass; its first run is the one that counts.
             if torch.compiler.is_compiling() or not _in_backward():
                 self._readings[name] = reading
+            elif name in self._blind and reading.mean.requires_grad:
+                raise _without_gradient(name)
 
         return read
 
@@ -158,21 +177,33 @@ class Learner:
 
         The network must be at the memory's anchor. With `recentre=False` no data is needed.
 
-        Raises MismatchError when the network has other weights, XkfacError when `loader` is missing.
+        Raises MismatchError when the network has other weights, XkfacError when `loader` is missing or the method
+        cannot re-centre.
         """
+        self._check_open()
         self._check_at_anchor()
         if self.method.recentre if recentre is None else recentre:
+            if self.method.fixed_bn or not self.method.units:
+                raise XkfacError(
+                    f"method '{self.method.name}' keeps gamma and beta where they are, and re-centring moves them; "
+                    "begin with recentre=False"
+                )
             if loader is None:
                 raise XkfacError(f"method '{self.method.name}' re-centres BN on the target: begin needs its loader")
-            _recentre(self.model, loader, forward=forward, max_batches=max_batches, progress=progress)
+            _recentre(self._wrapped, loader, forward=forward, max_batches=max_batches, progress=progress)
         self._start()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise XkfacError("this learner is closed and its hooks are gone; make a new Learner for the next task")
+
     def _start(self) -> None:
-        if self.method.fixed_bn:
+        if self.method.fixed_bn and not self._begun:
             affine = [p for norm in norms_of(self.model).values() for p in norm.parameters(recurse=False)]
             self._frozen = [(parameter, parameter.requires_grad) for parameter in affine]
             for parameter in affine:
-                parameter.requires_grad_(False)
+                # An optimizer applies weight decay wherever there is a gradient, be it an old or a zero one.
+                parameter.requires_grad_(False).grad = None
         self._begun = True
 
     @torch.no_grad()
@@ -193,15 +224,30 @@ class Learner:
         """
         if not self._bound:
             return torch.zeros((), device=device_of(self.model))
+        self._check_differentiable()
         weights = {name: bound.merged_weight(self._readings.get(name)) for name, bound in self._bound.items()}
         self._readings.clear()
         return self._penalty(weights)
+
+    def _check_differentiable(self) -> None:
+        """Refuse statistics that were read without gradient, as in the first run of a re-entrant checkpoint."""
+        self._blind.clear()
+        if torch.is_grad_enabled():
+            self._blind.update(name for name, reading in self._readings.items() if not reading.differentiable)
+        for name in self._blind:
+            if self._bound[name].trainable:
+                self._readings.clear()
+                raise _without_gradient(name)
 
     def objective(self, loss: Tensor) -> Tensor:
         """Return ls * L_s + lt * L_t for the target's loss L_t (eq. cl), each over its alpha where balanced.
 
         Call it after the forward pass of each step, once.
+
+        Raises XkfacError before `begin`, without a forward pass since the last call, or where a forward pass read a
+        BN's statistics with gradients disabled.
         """
+        self._check_open()
         if not self._begun:
             raise XkfacError("call begin(target_loader) before the first objective(loss)")
         self._check_readings()
@@ -211,7 +257,8 @@ class Learner:
         source *= self.strength
         if self.balance is None:
             return source * penalty + target * loss
-        objective = source * penalty / self.balance.alpha_s + target * loss / self.balance.alpha_t
+        # New tensors are what the backward pass keeps: the update changes the alphas in place before it runs.
+        objective = penalty * (source / self.balance.alpha_s) + loss * (target / self.balance.alpha_t)
         self.balance.update(penalty.detach(), loss.detach(), (source, target))
         return objective
 
@@ -266,6 +313,7 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a task in progress, in place of `begin`; the model's own state is loaded by the user."""
+        self._check_open()
         if (state["balance"] is None) != (self.balance is None):
             raise XkfacError("the state is of a learner " + ("without" if self.balance else "with") + " a balance")
         if self.balance is not None:
@@ -279,7 +327,7 @@ class Learner:
             handle.remove()
         for parameter, flag in self._frozen:
             parameter.requires_grad_(flag)
-        self._handles, self._frozen, self._begun = [], [], False
+        self._handles, self._frozen, self._begun, self._closed = [], [], False, True
         self._readings.clear()
 
     def __enter__(self) -> Learner:
@@ -294,8 +342,34 @@ class Learner:
 _recentre = recentre
 
 
-def _stay_in_evaluation(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    module.training = False
+def _evaluation() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return hooks that run a BN in evaluation mode whatever its flag says, and give the flag back after it."""
+    flags: list[bool] = []
+
+    def before(module: nn.Module, inputs: Any) -> None:
+        flags.append(module.training)
+        module.training = False
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        module.training = flags.pop()
+
+    return before, after
+
+
+def _wide_dtype(model: nn.Module) -> torch.dtype:
+    """Return the widest dtype of a model's floating-point parameters, float32 at least."""
+    dtype = torch.float32
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
+
+
+def _without_gradient(unit: str) -> XkfacError:
+    return XkfacError(
+        f"the batch statistics of unit '{unit}' were read with gradients disabled, so the penalty cannot reach the "
+        "weights through them; checkpoint with use_reentrant=False, or take the forward pass out of torch.no_grad"
+    )
 
 
 def _in_backward() -> bool:

@@ -71,7 +71,7 @@ class Categorical(Likelihood):
 
     def predictions(self, output: Tensor) -> int:
         """Return the number of positions."""
-        return output[0, 0].numel()
+        return self._flat(output)[0, 0].numel()
 
     def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """Draw classes [N, ...] by the Gumbel trick, without a host synchronisation."""

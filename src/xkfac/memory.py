@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +16,18 @@ from xkfac.batches import Forward
 from xkfac.curvature import Curvature, Settings
 from xkfac.errors import MemoryFileError, MismatchError, XkfacError
 from xkfac.estimation import Estimate, estimate
-from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, assemble, khatri_rao, parts
+from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, assemble, khatri_rao, parts, symmetrised
 from xkfac.likelihood import LIKELIHOODS, Likelihood, get_likelihood
 from xkfac.merging import anchor_of, bind
 from xkfac.methods import Method, get_method
-from xkfac.passes import Progress, unwrap
+from xkfac.passes import Progress, device_of, unwrap
 from xkfac.units import Convolution, Coverage, Row, Unit
 
 _BLOCKS: dict[str, type[Block]] = {"kronecker": Kronecker, "diagonal": Diagonal, "corrected": Corrected}
 _STORED = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Memory:
     """What a network needs to remember its past tasks.
 
@@ -45,6 +46,12 @@ class Memory:
     exclude: tuple[str, ...] = ()
     examples: int = 0
 
+    def __repr__(self) -> str:
+        tasks = "1 task" if self.tasks == 1 else f"{self.tasks} tasks"
+        numbers = sum(tensor.numel() for _, tensor in self.curvature.tensors())
+        head = f"memory of {tasks}, method {self.method.name}, {self.examples:,} examples"
+        return f"{head}, curvature of {numbers:,} numbers"
+
     @property
     def units(self) -> tuple[Unit, ...]:
         """The units that the memory protects."""
@@ -62,22 +69,24 @@ class Memory:
     def extend(self, model: nn.Module, new: Estimate, own: float, others: float, *, keep_all: bool = False) -> Memory:
         """Return the memory of one task more: H <- own * H + others * H_t, anchored at `model` (postprocessing).
 
-        Raises MismatchError when a unit was found in another shape than before.
+        Factors are averaged, or with `keep_all` all terms are kept; a unit of one side alone counts zero on the other.
+
+        Raises MismatchError when a unit was found in another shape, or made of other parts, than before.
         """
-        before = {unit.name: unit for unit in self.units}
-        for unit in new.coverage.units:
-            old = before.get(unit.name, unit)
-            if (old.kind, old.shape, old.norm) != (unit.kind, unit.shape, unit.norm):
-                raise MismatchError(
-                    f"unit '{unit.name}' is {unit.kind} {list(unit.shape)} now and was {old.kind} {list(old.shape)} "
-                    "in the memory; extend a memory with the network it was made from"
-                )
+        for value in (own, others):
+            if not 0 <= value < float("inf"):
+                raise XkfacError(f"the importance of a task must be a number of at least 0, not {value}")
+        _check_same_units(self.units, new.coverage.units)
         units = {unit.name: unit for unit in (*self.units, *new.coverage.units)}
-        rows = {row.parameter: row for row in (*self.coverage.rows, *new.coverage.rows)}
-        curvature = self.curvature.extend(new.curvature, own, others, keep_all=keep_all)
+        rows = {row.parameter: row for row in self.coverage.rows}
+        rows.update({r.parameter: r for r in new.coverage.rows if r.unit != "-" or r.parameter not in rows})
+        before = self.curvature.to(device_of(unwrap(model)))
+        anchor, curvature = _in_one_dtype(
+            _anchor(model, units.values()), before.extend(new.curvature, own, others, keep_all=keep_all)
+        )
         return replace(
             self,
-            anchor=anchor_of(model, units.values()),
+            anchor=anchor,
             curvature=curvature,
             tasks=self.tasks + 1,
             coverage=Coverage(tuple(units.values()), tuple(rows.values())),
@@ -86,25 +95,37 @@ class Memory:
 
     def summary(self) -> str:
         """Return a table of every parameter with its unit, kind and size, below a line on the memory itself."""
-        numbers = sum(tensor.numel() for _, tensor in self.curvature.tensors())
-        tasks = "1 task" if self.tasks == 1 else f"{self.tasks} tasks"
-        head = f"memory of {tasks}, method {self.method.name}, {self.examples:,} examples"
-        return f"{head}, curvature of {numbers:,} numbers\n{self.coverage}"
+        return f"{self!r}\n{self.coverage}"
 
-    def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write the memory to a safetensors file, atomically, its curvature in `dtype`.
+    def save(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write the memory to a safetensors file, atomically, its curvature in `dtype`, by default in its own.
 
-        The anchor is kept in float32 at least: rounded, it would pull the weights away from where they are.
+        `dtype` is float32, bfloat16 or float64. The anchor is kept in float32 at least: rounded, it would pull the
+        weights away from where they are. In bfloat16 the Kronecker factors are stored by their Cholesky roots, which
+        stay positive semi-definite when rounded.
+
+        Raises MemoryFileError when the file cannot be written, XkfacError for numbers that are not finite in `dtype`.
         """
+        if dtype is None:
+            dtype = next((tensor.dtype for _, tensor in self.curvature.tensors()), torch.float32)
+            dtype = torch.promote_types(dtype, torch.float32)
         if dtype not in _STORED:
-            raise XkfacError(f"a memory is stored in {', '.join(map(str, _STORED))}, not {dtype}")
+            raise XkfacError(f"a memory is stored in {', '.join(map(str, _STORED))}, not {dtype}; choose one of these")
+        for unit, tensor in (*self.anchor.items(), *self.curvature.tensors()):
+            if not bool(tensor.to(dtype).isfinite().all()):
+                raise XkfacError(
+                    f"numbers of unit '{unit}' are not finite in {dtype}; make the memory again, or save it in float64"
+                )
+        storage.write(path, {**self._description(), "roots": dtype is torch.bfloat16}, self._stored(dtype))
+
+    def _stored(self, dtype: torch.dtype) -> dict[str, Tensor]:
         exact = torch.promote_types(dtype, torch.float32)
         tensors = {f"anchor/{name}": tensor.to(exact) for name, tensor in self.anchor.items()}
         for name, block in self.curvature.blocks.items():
             tensors.update(_packed(f"curvature/{name}", block, dtype))
         if self.curvature.joint is not None:
             tensors.update(_packed("joint", self.curvature.joint, dtype))
-        storage.write(path, self._description(), tensors)
+        return tensors
 
     def _description(self) -> dict[str, Any]:
         names = {block: name for name, block in _BLOCKS.items()}
@@ -114,7 +135,7 @@ class Memory:
             "examples": self.examples,
             "exclude": list(self.exclude),
             "method": asdict(self.method),
-            "likelihood": {"name": self.likelihood.name, "arguments": self.likelihood.arguments},
+            "likelihood": _named(self.likelihood),
             "units": [asdict(unit) for unit in self.units],
             "rows": [asdict(row) for row in self.coverage.rows],
             "blocks": {name: names[type(block)] for name, block in self.curvature.blocks.items()},
@@ -132,8 +153,10 @@ class Memory:
         description, tensors = storage.read(path)
         try:
             memory = _rebuild(description, tensors)
-        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
-            raise MemoryFileError(f"'{path}' is damaged: its header does not describe its tensors ({error})") from None
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise MemoryFileError(
+                f"'{path}' is damaged: its header does not describe its tensors ({error}); fetch or make it again"
+            ) from None
         for unit, tensor in (*memory.anchor.items(), *memory.curvature.tensors()):
             if not bool(tensor.isfinite().all()):
                 raise MemoryFileError(f"'{path}' holds numbers of unit '{unit}' that are not finite; make it again")
@@ -142,40 +165,60 @@ class Memory:
         return memory if device is None else memory.to(device)
 
 
+def _is_factor(block: type[Block] | type[KhatriRao], part: str) -> bool:
+    """Whether a part of a block is a symmetric matrix, which a file holds as a triangle."""
+    return block in (Kronecker, KhatriRao) and not part.startswith("root")
+
+
 def _packed(prefix: str, block: Block | KhatriRao, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a block's tensors for a file: factors of Kronecker products as triangles."""
+    """Return a block's tensors for a file: factors of Kronecker products as triangles, in bfloat16 of their roots."""
     packed = {}
-    for name, tensor in parts(block).items():
-        is_factor = isinstance(block, (Kronecker, KhatriRao)) and not name.startswith("root")
-        packed[f"{prefix}/{name}"] = (storage.triangle(tensor) if is_factor else tensor).to(dtype)
+    for part, tensor in parts(block).items():
+        if _is_factor(type(block), part):
+            tensor = storage.triangle(storage.lower_root(tensor) if dtype is torch.bfloat16 else tensor)
+        packed[f"{prefix}/{part}"] = tensor.to(dtype)
     return packed
 
 
-def _unpacked(prefix: str, is_kronecker: bool, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    named = {key.removeprefix(f"{prefix}/"): value for key, value in tensors.items() if key.startswith(f"{prefix}/")}
-    wide = {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in named.items()}
-    return {
-        name: storage.symmetric(value) if is_kronecker and not name.startswith("root") else value
-        for name, value in wide.items()
-    }
+def _unpacked(
+    prefix: str, block: type[Block] | type[KhatriRao], tensors: Mapping[str, Tensor], roots: bool
+) -> dict[str, Tensor]:
+    """Return a block's tensors from a file's: the inverse of `_packed`, in float32 at least."""
+    named = {}
+    for key, value in tensors.items():
+        path, _, part = key.rpartition("/")
+        if path == prefix:
+            named[part] = value.to(torch.promote_types(value.dtype, torch.float32))
+    for part in filter(functools.partial(_is_factor, block), list(named)):
+        named[part] = storage.symmetric(named[part])
+        if roots:
+            root = named[part].tril()
+            named[part] = symmetrised(root @ root.mT)
+    return named
 
 
 def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
     units = tuple(_unit(entry) for entry in description["units"])
+    roots = description["roots"]
     blocks = {}
     for name, kind in description["blocks"].items():
         like = _BLOCKS[kind]
-        blocks[name] = assemble(like, _unpacked(f"curvature/{name}", like is Kronecker, tensors))
+        blocks[name] = assemble(like, _unpacked(f"curvature/{name}", like, tensors, roots))
     joint, members = None, ()
     if description["joint"]:
         entry = description["joint"]
-        joint, members = khatri_rao(_unpacked("joint", True, tensors), entry["rows"], entry["columns"]), entry["units"]
+        joint = khatri_rao(_unpacked("joint", KhatriRao, tensors, roots), entry["rows"], entry["columns"])
+        members = entry["units"]
+    anchor, curvature = _in_one_dtype(
+        {unit.name: tensors[f"anchor/{unit.name}"] for unit in units}, Curvature(blocks, joint, tuple(members))
+    )
+    _check_shapes(units, anchor, curvature)
     method = dict(description["method"])
     settings = Settings(**method.pop("settings"))
     likelihood = description["likelihood"]
     return Memory(
-        anchor={unit.name: tensors[f"anchor/{unit.name}"] for unit in units},
-        curvature=Curvature(blocks, joint, tuple(members)),
+        anchor=anchor,
+        curvature=curvature,
         tasks=description["tasks"],
         coverage=Coverage(units, tuple(Row(**row) for row in description["rows"])),
         method=Method(settings=settings, **method),
@@ -183,6 +226,67 @@ def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> M
         exclude=tuple(description["exclude"]),
         examples=description["examples"],
     )
+
+
+def _check_shapes(units: Iterable[Unit], anchor: Mapping[str, Tensor], curvature: Curvature) -> None:
+    """Raise ValueError for a unit whose anchor or curvature is missing or of another shape."""
+    shapes = {unit.name: unit.shape for unit in units}
+    found = {name: tuple(block.diagonal().shape) for name, block in curvature.blocks.items()}
+    joint = curvature.joint
+    if joint is not None:
+        sizes = {(sum(joint.rows), sum(joint.columns)) == (t.right.shape[-1], t.left.shape[-1]) for t in joint.terms}
+        if sizes != {True}:
+            raise ValueError("the factors across layers are of another size than their units")
+        members = zip(curvature.joint_units, joint.rows, joint.columns, strict=True)
+        found.update({name: (1, rows, columns) for name, rows, columns in members})
+    for name in {*shapes, *found}:
+        if not shapes.get(name) == found.get(name) == tuple(anchor[name].shape):
+            raise ValueError(f"unit '{name}' is of another shape than its tensors")
+
+
+def _check_same_units(before: Iterable[Unit], now: Iterable[Unit]) -> None:
+    known = {unit.name: unit for unit in before}
+    owner = {part: unit.name for unit in known.values() for part in _parts_of(unit)}
+    for unit in now:
+        old = known.get(unit.name, unit)
+        if (old.kind, old.shape, old.norm) != (unit.kind, unit.shape, unit.norm):
+            raise MismatchError(
+                f"unit '{unit.name}' is {_described(unit)} now and was {_described(old)} in the memory; extend it with "
+                "the network that it was made from"
+            )
+        for part in _parts_of(unit):
+            if owner.get(part, unit.name) != unit.name:
+                raise MismatchError(
+                    f"'{part}' belongs to unit '{unit.name}' now and to unit '{owner[part]}' in the memory; exclude "
+                    "the same parameters as before"
+                )
+
+
+def _parts_of(unit: Unit) -> Iterator[str]:
+    yield from (part for part in (unit.weight, unit.bias, unit.norm) if part is not None)
+
+
+def _described(unit: Unit) -> str:
+    return f"{unit.kind} {list(unit.shape)}" + (f" with '{unit.norm}'" if unit.norm is not None else "")
+
+
+def _anchor(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
+    anchor = anchor_of(model, units)
+    for name, tensor in anchor.items():
+        if not bool(tensor.isfinite().all()):
+            raise XkfacError(
+                f"the merged weight of unit '{name}' is not finite; check the model's weights and BN statistics"
+            )
+    return anchor
+
+
+def _in_one_dtype(anchor: Mapping[str, Tensor], curvature: Curvature) -> tuple[Mapping[str, Tensor], Curvature]:
+    """Return both in the widest dtype of either, so that displacements from the anchor meet the curvature's."""
+    dtypes = {tensor.dtype for _, tensor in (*anchor.items(), *curvature.tensors())}
+    if len(dtypes) < 2:
+        return anchor, curvature
+    widest = functools.reduce(torch.promote_types, dtypes)
+    return {name: tensor.to(widest) for name, tensor in anchor.items()}, curvature.to(dtype=widest)
 
 
 def _unit(entry: Mapping[str, Any]) -> Unit:
@@ -197,22 +301,37 @@ def _unit(entry: Mapping[str, Any]) -> Unit:
 class _Unknown(Likelihood):
     """Stands for a user's likelihood that a file can only name."""
 
-    def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _refuse(self) -> NoReturn:
         raise XkfacError(
             f"the memory was made with the likelihood '{self.name}', which its file cannot hold; "
             "pass likelihood=... again"
         )
 
+    def predictions(self, output: Tensor) -> int:
+        self._refuse()
+
+    def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        self._refuse()
+
     def nll(self, output: Tensor, labels: Tensor) -> Tensor:
-        return self.sample(output, torch.Generator())
+        self._refuse()
+
+    def root(self, output: Tensor) -> Iterator[Tensor]:
+        self._refuse()
 
 
-def _likelihood(name: str, arguments: Mapping[str, float]) -> Likelihood:
-    if name in LIKELIHOODS:
-        return LIKELIHOODS[name](**arguments)
-    unknown = _Unknown()
-    unknown.name = name
-    return unknown
+def _named(likelihood: Likelihood) -> dict[str, Any]:
+    """Return a likelihood's entry in a file; arguments are None for a user's own, which the file can only name."""
+    if LIKELIHOODS.get(likelihood.name) is not type(likelihood):
+        return {"name": likelihood.name, "arguments": None}
+    return {"name": likelihood.name, "arguments": {key: float(value) for key, value in likelihood.arguments.items()}}
+
+
+def _likelihood(name: str, arguments: Mapping[str, float] | None) -> Likelihood:
+    return _Unknown(name) if arguments is None else LIKELIHOODS[name](**arguments)
 
 
 def consolidate(
@@ -250,8 +369,8 @@ def consolidate(
         seed=seed,
         progress=progress,
     )
-    anchor = anchor_of(model, new.coverage.units)
-    return Memory(anchor, new.curvature, 1, new.coverage, chosen, likelihood, exclude, new.examples)
+    anchor, curvature = _in_one_dtype(_anchor(model, new.coverage.units), new.curvature)
+    return Memory(anchor, curvature, 1, new.coverage, chosen, likelihood, exclude, new.examples)
 
 
 def estimate_for(method: Method, model: nn.Module, loader: Iterable[Any], **options: Any) -> Estimate:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -22,12 +23,17 @@ INTERPRETATIONS: tuple[Interpretation, ...] = ("bn", "brn", "const", "eval")
 
 @dataclass(frozen=True)
 class Reading:
-    """Statistics under which a BN is read, all [C]: W~ = (gamma r / sqrt(var + eps)) w, and so on (eq. mergebrn)."""
+    """Statistics under which a BN is read, all [C]: W~ = (gamma r / sqrt(var + eps)) w, and so on (eq. mergebrn).
+
+    `differentiable` is False where the gradient should flow through mean and var and cannot, since gradients were
+    disabled when they were read.
+    """
 
     mean: Tensor
     var: Tensor
     r: Tensor | float = 1.0
     d: Tensor | float = 0.0
+    differentiable: bool = True
 
 
 class BoundUnit:
@@ -72,7 +78,8 @@ class BoundUnit:
 
     def population(self) -> Reading:
         """Return the population statistics, as they are at this moment."""
-        return Reading(self.norm.running_mean, self.norm.running_var)
+        # Copies, since the next forward pass changes the buffers in place, maybe before this one's backward pass.
+        return Reading(self.norm.running_mean.clone(), self.norm.running_var.clone())
 
     def read(self, input: Tensor, interpretation: Interpretation) -> Reading:
         """Return the reading of the BN for a mini-batch `input` [N, C, ...] that is about to pass it.
@@ -84,15 +91,24 @@ class BoundUnit:
         mean, var = batch_statistics(input)
         if interpretation == "const":
             return Reading(mean.detach(), var.detach())
+        differentiable = torch.is_grad_enabled()
         if interpretation == "bn":
-            return Reading(mean, var)
+            return Reading(mean, var, differentiable=differentiable)
         if isinstance(self.norm, _BatchRenorm):
-            return Reading(mean, var, *self.norm.correction(mean.detach(), var.detach()))
+            r, d = self.norm.correction(mean.detach(), var.detach())
+            return Reading(mean, var, r, d, differentiable)
         with torch.no_grad():
-            std = (self.norm.running_var + self.norm.eps).sqrt()
-            r = (var.detach() + self.norm.eps).sqrt() / std
-            d = (mean.detach() - self.norm.running_mean) / std
-        return Reading(mean, var, r, d)
+            std = (_wide(self.norm.running_var) + self.norm.eps).sqrt()
+            r = (var + self.norm.eps).sqrt() / std
+            d = (mean - _wide(self.norm.running_mean)) / std
+        return Reading(mean, var, r, d, differentiable)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter of the unit takes a gradient."""
+        own = [None if self._weight is None else self.weight, self.bias]
+        affine = [] if self.norm is None else [self.norm.weight, self.norm.bias]
+        return any(parameter is not None and parameter.requires_grad for parameter in (*own, *affine))
 
     def merged_weight(self, reading: Reading | None = None) -> Tensor:
         """Return W~ [groups, rows, columns] (eq. mergebn, eq. mergebrn), read with population statistics by default.
@@ -118,9 +134,10 @@ class BoundUnit:
         inverse = (var + self.norm.eps).rsqrt() * reading.r
         if self.norm.weight is None:
             return inverse, reading.d - mean * inverse
-        gamma, beta = _wide(self.norm.weight), _wide(self.norm.bias)
+        gamma = _wide(self.norm.weight)
         scale = gamma * inverse
-        return scale, beta + gamma * reading.d - scale * mean
+        shift = gamma * reading.d - scale * mean
+        return scale, shift if self.norm.bias is None else shift + _wide(self.norm.bias)
 
 
 def bind(model: nn.Module, units: Iterable[Unit]) -> dict[str, BoundUnit]:
@@ -156,14 +173,18 @@ def recentre(
     """Re-centre the BN layers of `model` on new data: the preprocessing of the paper, in place.
 
     One pass in evaluation mode gives the exact pooled mean and variance of every BN's input; they become the
-    population statistics, and gamma and beta are changed such that the function and W~ stay what they were.
+    population statistics, and gamma and beta are changed such that the function and W~ stay what they were. The
+    processes of a DistributedDataParallel model pool their data, so that their parameters stay the same.
 
-    Raises UnitError for a BN without affine parameters, or with a channel that is not finite on the new data.
+    Raises UnitError for a BN without affine parameters, or with a channel that is not finite on the new data; the model
+    is unchanged then.
     """
+    group = _process_group(model)
     model = unwrap(model)
-    pools = {path: _Pool() for path, norm in norms_of(model).items() if norm.running_mean is not None}
+    norms = {path: norm for path, norm in norms_of(model).items() if norm.running_mean is not None}
+    pools = {path: _Pool() for path in norms}
     run = forward or default_forward
-    handles = [norms_of(model)[path].register_forward_pre_hook(pool.hook) for path, pool in pools.items()]
+    handles = [norms[path].register_forward_pre_hook(pool.hook, with_kwargs=True) for path, pool in pools.items()]
     try:
         with untouched(model), torch.no_grad():
             model.eval()
@@ -173,11 +194,14 @@ def recentre(
     finally:
         for handle in handles:
             handle.remove()
+    if group is not None:
+        for path, pool in pools.items():
+            pool.over_processes(norms[path], group)
     seen = {path: pool for path, pool in pools.items() if pool.count}
     for path, pool in seen.items():
-        _check_recentrable(path, norms_of(model)[path], pool)
+        _check_recentrable(path, norms[path], pool)
     for path, pool in seen.items():
-        _recentre_norm(norms_of(model)[path], pool)
+        _recentre_norm(norms[path], pool)
 
 
 class _Pool:
@@ -188,8 +212,8 @@ class _Pool:
         self.mean: Tensor
         self.scatter: Tensor
 
-    def hook(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        values = inputs[0].double()
+    def hook(self, module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
+        values = norm_input(inputs, keywords).double()
         count = values.numel() // values.shape[1]
         mean, var = batch_statistics(values)
         if self.count == 0:
@@ -201,20 +225,53 @@ class _Pool:
         self.scatter = self.scatter + var * count + delta.square() * (self.count * count / total)
         self.count = total
 
+    def over_processes(self, norm: Any, group: Any) -> None:
+        """Pool over a process group; a process whose data did not pass the BN counts nothing."""
+        if self.count == 0:
+            self.mean = torch.zeros_like(norm.running_mean, dtype=torch.float64)
+            self.scatter = torch.zeros_like(self.mean)
+        sums = torch.cat([self.mean * self.count, self.mean.new_full((1,), self.count)])
+        dist.all_reduce(sums, group=group)
+        total = int(sums[-1])
+        mean = sums[:-1] / max(total, 1)
+        self.scatter = self.scatter + (self.mean - mean).square() * self.count
+        dist.all_reduce(self.scatter, group=group)
+        self.count, self.mean = total, mean
+
+    @property
+    def var(self) -> Tensor:
+        return self.scatter / self.count
+
+
+def norm_input(inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> Tensor:
+    """Return the input of a BN, as a hook sees it, given by position or by keyword."""
+    return inputs[0] if inputs else keywords["input"]
+
+
+def _process_group(model: nn.Module) -> Any:
+    """Return the process group of a model that DistributedDataParallel wraps, or None."""
+    inner: Any = model
+    while inner is not None:
+        if isinstance(inner, nn.parallel.DistributedDataParallel):
+            return inner.process_group
+        inner = getattr(inner, "_orig_mod", None)
+    return None
+
 
 def _check_recentrable(path: str, norm: Any, pool: _Pool) -> None:
-    if norm.weight is None:
+    if norm.weight is None or norm.bias is None:
         raise UnitError(
             f"'{path}' has no gamma and beta, so it cannot be re-centred; build it with affine=True, or begin with "
             "recentre=False"
         )
-    if not bool(pool.mean.isfinite().all() and pool.scatter.isfinite().all()):
+    stored = torch.cat([pool.mean, pool.var]).to(norm.running_var.dtype)
+    if not bool(stored.isfinite().all()):
         raise UnitError(f"the input of '{path}' is not finite on the new data; check the data and the network")
 
 
 @torch.no_grad()
 def _recentre_norm(norm: Any, pool: _Pool) -> None:
-    mean, var = pool.mean, pool.scatter / pool.count
+    mean, var = pool.mean, pool.var
     old_std = (norm.running_var.double() + norm.eps).sqrt()
     gamma = norm.weight.double()
     norm.bias.copy_(norm.bias.double() + gamma / old_std * (mean - norm.running_mean.double()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -35,8 +36,27 @@ class Method:
             raise XkfacError(
                 f"interpretation is '{self.interpretation}'; it must be one of {', '.join(INTERPRETATIONS)}"
             )
+        for name in ("penalised", "merge", "units", "recentre", "fixed_bn"):
+            if not isinstance(getattr(self, name), bool):
+                raise XkfacError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        self._check_contradictions()
+
+    def _check_contradictions(self) -> None:
+        """Raise XkfacError for an option that would have no effect beside another."""
         if self.fixed_bn and self.recentre:
-            raise XkfacError("fixed_bn keeps BN as it is, so it cannot go with recentre=True")
+            raise XkfacError("fixed_bn=True keeps BN as it is and recentre=True changes it; pass recentre=False")
+        if self.fixed_bn and self.interpretation != "eval":
+            raise XkfacError(
+                f"fixed_bn=True keeps BN in evaluation mode, so interpretation='{self.interpretation}' has no "
+                "mini-batch statistics to read; pass interpretation='eval'"
+            )
+        if not self.units and self.settings.kind != "diagonal":
+            raise XkfacError(
+                f"units=False penalises every parameter by itself, which has no {self.settings.kind} factors; pass "
+                "kind='diagonal'"
+            )
+        if not self.penalised and (self.settings, self.merge, self.units) != (Settings(), True, True):
+            raise XkfacError("penalised=False has no curvature, so its options have no effect; leave them out")
 
 
 METHODS: dict[str, Method] = {
@@ -70,15 +90,20 @@ def get_method(method: str | Method, **changes: Any) -> Method:
                 f"method '{method}' is not known{_nearest(method, METHODS)}; it is one of {', '.join(METHODS)}"
             )
         method = METHODS[method]
+    if not isinstance(method, Method):
+        raise XkfacError(f"a method is a {type(method).__name__}; it must be a Method or one of {', '.join(METHODS)}")
     own = {f.name for f in fields(Method)} - {"name", "settings"}
     inner = {f.name for f in fields(Settings)}
     for name in changes:
         if name not in own | inner:
-            raise XkfacError(f"'{name}' is no option of a method{_nearest(name, own | inner)}")
+            known = sorted(own | inner)
+            raise XkfacError(
+                f"'{name}' is no option of a method{_nearest(name, known)}; the options are {', '.join(known)}"
+            )
     settings = replace(method.settings, **{k: v for k, v in changes.items() if k in inner})
     return replace(method, settings=settings, **{k: v for k, v in changes.items() if k in own})
 
 
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), list(known), 1)
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -40,40 +40,69 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def norms_of(model: nn.Module) -> dict[str, nn.Module]:
+def norms_of(model: nn.Module) -> dict[str, Any]:
     """Return the batch normalization and renormalization layers of a model by their path."""
     return {path: m for path, m in model.named_modules() if isinstance(m, (_BatchNorm, _BatchRenorm))}
 
 
 def set_mode(model: nn.Module, statistics: Statistics) -> None:
-    """Put the model in evaluation mode, its BN layers in training mode when `statistics` is "batch"."""
+    """Put the model in evaluation mode, its BN layers in training mode when `statistics` is "batch".
+
+    Running statistics stand still in either mode, so that no batch of a pass depends on the one before.
+    """
     model.eval()
-    for norm in norms_of(model).values():
-        norm.train(statistics == "batch")
+    norms: Iterable[Any] = norms_of(model).values()
+    for norm in norms:
+        # Not norm.train(): a BN with a dropout or an activation inside must not put these in training mode.
+        norm.training = statistics == "batch"
+        norm.track_running_stats = False
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, training flags, gradient flags and global random state of a model on leaving, bit by bit."""
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
+    """Restore buffers, flags of modules and parameters, and global random state on leaving, bit by bit.
+
+    Inside, compiled parts run as written, so that hooks see them, and autograd works even under inference mode.
+    """
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    values = {
+        buffer: buffer.detach().clone()
+        for _, held in buffers
+        for buffer in held.values()
+        if buffer is not None and not nn.parameter.is_lazy(buffer)
+    }
+    flags = [
+        (module, name, getattr(module, name))
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for name in ("training", "track_running_stats")
+        if hasattr(module, name)
     ]
-    training = [(module, module.training) for module in model.modules()]
     needs_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    with _same_random_state():
+    with _same_random_state(), _as_written(), torch.inference_mode(False):
         try:
             yield
         finally:
             with torch.no_grad():
-                for module, name, buffer, value in buffers:
-                    module._buffers[name] = buffer.copy_(value)
-            for module, flag in training:
-                module.training = flag
+                for buffer, value in values.items():
+                    buffer.copy_(value)
+            for module, held in buffers:
+                module._buffers.clear()
+                module._buffers.update(held)
+            for module, name, flag in flags:
+                setattr(module, name, flag)
             for parameter, flag in needs_grad:
-                parameter.requires_grad_(flag)
+                if parameter.requires_grad != flag:
+                    parameter.requires_grad_(flag)
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """Run compiled modules without their compiled code, if anything can have been compiled at all."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager
@@ -109,7 +138,7 @@ def batches(
         raise XkfacError(f"max_batches must be at least 1, not {max_batches}")
     if not isinstance(loader, Iterable):
         raise XkfacError(f"the loader is a {type(loader).__name__}; it must be an iterable of batches")
-    total = len(loader) if isinstance(loader, Sized) else None
+    total = _length(loader)
     if max_batches is not None:
         total = max_batches if total is None else min(total, max_batches)
     wrapped: Iterable[Any] = _bar(loader, total, what) if progress is True else loader
@@ -126,6 +155,13 @@ def batches(
             break
     if seen == 0:
         raise XkfacError("the loader gave no batch; is it empty, or an iterator that was used up before?")
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a DataLoader over a stream has a __len__ that raises
+        return None
 
 
 def _bar(loader: Iterable[Any], total: int | None, what: str) -> Iterator[Any]:

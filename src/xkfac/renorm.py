@@ -50,8 +50,8 @@ class _BatchRenorm(_NormBase):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, True, device=device, dtype=dtype)
-        if r_max < 1 or d_max < 0:
-            raise UnitError(f"batch renormalization needs r_max >= 1 and d_max >= 0, not {r_max} and {d_max}")
+        if not (1 <= r_max < float("inf") and 0 <= d_max < float("inf")):
+            raise UnitError(f"batch renormalization needs finite r_max >= 1 and d_max >= 0, not {r_max} and {d_max}")
         if not 0 <= warmup <= min(r_steps, d_steps):
             raise UnitError(
                 f"batch renormalization needs 0 <= warmup <= r_steps and d_steps, not {warmup}, {r_steps}, {d_steps}"
@@ -68,11 +68,16 @@ class _BatchRenorm(_NormBase):
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """Return the present r_limit and d_limit, scalars on the layer's device."""
-        assert self.num_batches_tracked is not None
-        past = (self.num_batches_tracked - self.warmup).clamp(min=0)
+        past = (self._batches() - self.warmup).clamp(min=0)
         r_part = (past / max(self.r_steps - self.warmup, 1)).clamp(max=1)
         d_part = (past / max(self.d_steps - self.warmup, 1)).clamp(max=1)
         return 1 + (self.r_max - 1) * r_part, self.d_max * d_part
+
+    def _batches(self) -> Tensor:
+        """Return the number of training batches so far, in float32 at least."""
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        return self.num_batches_tracked.to(torch.promote_types(self.running_mean.dtype, torch.float32))
 
     def correction(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
         """Return r and d [C] for mini-batch statistics [C], clipped to the present limits and detached."""
@@ -91,7 +96,7 @@ class _BatchRenorm(_NormBase):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        rate = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+        rate = 1 / self._batches() if self.momentum is None else self.momentum
         self.running_mean.add_((mean - self.running_mean) * rate)
         self.running_var.add_((var * (count / max(count - 1, 1)) - self.running_var) * rate)
 
@@ -103,14 +108,22 @@ class _BatchRenorm(_NormBase):
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
         assert self.running_mean is not None
+        count = input.numel() // input.shape[1]
+        if count < 2:
+            raise UnitError(
+                f"{type(self).__name__} needs more than one value a channel in training, but got an input of shape "
+                f"{list(input.shape)}"
+            )
         with torch.no_grad():
             axes = [axis for axis in range(input.dim()) if axis != 1]
             var, mean = torch.var_mean(input.to(self.running_mean.dtype), axes, correction=0)
             r, d = self.correction(mean, var)
-            self._track(mean, var, input.numel() // input.shape[1])
+            if self.track_running_stats:
+                self._track(mean, var, count)
         # y = (gamma r) x_hat + (beta + gamma d): one fused normalisation, r and d constant.
         gamma = r if self.weight is None else self.weight * r
-        beta = d if self.weight is None else self.bias + self.weight * d
+        beta = d if self.weight is None else self.weight * d
+        beta = beta if self.bias is None else self.bias + beta
         return F.batch_norm(input, None, None, gamma, beta, True, 0.0, self.eps)
 
     def extra_repr(self) -> str:
@@ -158,32 +171,28 @@ def to_renorm(model: nn.Module, **schedule: Any) -> nn.Module:
 
     Raises UnitError for a BatchNorm without running statistics, or of a class that is not torch's own.
     """
-    return _replace(model, "", {}, _BatchNorm, _TO_RENORM, schedule)
+    return _replace(model, _BatchNorm, _TO_RENORM, schedule)
 
 
 def to_batchnorm(model: nn.Module) -> nn.Module:
     """Replace every batch renormalization of `model` by BatchNorm, in place, and return the model."""
-    return _replace(model, "", {}, _BatchRenorm, _TO_BATCHNORM, {})
+    return _replace(model, _BatchRenorm, _TO_BATCHNORM, {})
 
 
 def _replace(
-    module: nn.Module,
-    path: str,
-    done: dict[nn.Module, nn.Module],
+    model: nn.Module,
     old: type[nn.Module],
     table: Mapping[type[nn.Module], type[nn.Module]],
     arguments: dict[str, Any],
 ) -> nn.Module:
-    """Return the counterpart of `module`, its children replaced; `done` keeps a layer that is used twice shared."""
-    if module not in done:
-        done[module] = module
-        if isinstance(module, old):
-            done[module] = _convert(module, path, table, arguments)
+    """Replace all layers of class `old`, or none where one cannot be; a layer that is used twice stays shared."""
+    found = {module: path for path, module in model.named_modules() if isinstance(module, old)}
+    new = {module: _convert(module, path, table, arguments) for module, path in found.items()}
+    for module in list(model.modules()):
         for name, child in module._modules.items():
-            if child is not None:
-                child_path = f"{path}.{name}" if path else name
-                module._modules[name] = _replace(child, child_path, done, old, table, arguments)
-    return done[module]
+            if child in new:
+                module._modules[name] = new[child]
+    return new.get(model, model)
 
 
 def _convert(
@@ -201,4 +210,6 @@ def _convert(
     new.weight, new.bias = norm.weight, norm.bias
     for buffer in ("running_mean", "running_var", "num_batches_tracked"):
         setattr(new, buffer, getattr(norm, buffer))
+    # The same dictionaries, so that handles of hooks can still remove them.
+    new.__dict__.update({name: value for name, value in vars(norm).items() if name.endswith("_hooks")})
     return new.train(norm.training)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
+import math
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ def triangle(matrix: Tensor) -> Tensor:
 
 def symmetric(packed: Tensor) -> Tensor:
     """Return the symmetric matrices [..., F, F] of packed triangles [..., F (F + 1) / 2]."""
-    size = round((8 * packed.shape[-1] + 1) ** 0.5 - 1) // 2
+    size = (math.isqrt(8 * packed.shape[-1] + 1) - 1) // 2
     rows, columns = torch.tril_indices(size, size, device=packed.device)
     matrix = packed.new_empty(*packed.shape[:-1], size, size)
     matrix[..., rows, columns] = packed
@@ -38,25 +40,84 @@ def symmetric(packed: Tensor) -> Tensor:
     return matrix
 
 
+def lower_root(matrix: Tensor) -> Tensor:
+    """Return lower triangular L [..., F, F] with L L^T = A for symmetric A, up to what makes A no positive matrix.
+
+    Rounded entry by entry, L still gives a positive semi-definite matrix; a rounded A does not.
+    """
+    wide = matrix.double()
+    diagonal = wide.diagonal(dim1=-2, dim2=-1)
+    empty = diagonal <= 0
+    # A singular A needs a little on its diagonal, in proportion, so that every feature keeps its own scale.
+    for jitter in (0.0, 1e-12, 1e-10, 1e-8, 1e-6):
+        root, info = torch.linalg.cholesky_ex(wide + torch.diag_embed(diagonal.clamp(min=0) * jitter + 1.0 * empty))
+        if not bool(info.any()):
+            return torch.where(empty[..., None, :] | empty[..., :, None], 0.0, root).to(matrix.dtype)
+    values, vectors = torch.linalg.eigh(wide)
+    upper: Tensor = torch.linalg.qr((vectors * values.clamp(min=0).sqrt()[..., None, :]).mT).R
+    return upper.mT.to(matrix.dtype)
+
+
 def write(path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors and a JSON description to `path`, replacing what is there only once all is on disk."""
+    """Write tensors and a JSON description to `path`, replacing what is there only once all is on disk.
+
+    Raises MemoryFileError when that fails; what was at `path` is then as it was.
+    """
     path = Path(path)
-    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    ready = _own_storage(tensors)
     text = json.dumps(description, sort_keys=True)
-    metadata = {"format": FORMAT, "version": str(VERSION), "description": text, "digest": _digest(text, ready)}
-    if not path.parent.is_dir():
-        raise MemoryFileError(f"'{path}' cannot be written: the folder '{path.parent}' does not exist")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
+    version = str(VERSION)
+    metadata = {"format": FORMAT, "version": version, "description": text, "digest": _digest(version, text, ready)}
+    temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
     try:
+        _check_target(path)
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode  # what the umask leaves; safetensors would keep the file to its owner
         save_file(ready, temporary, metadata)
-        with open(temporary, "rb+") as file:  # noqa: PTH123
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except (OSError, SafetensorError) as error:
-        raise MemoryFileError(f"'{path}' could not be written: {error}") from error
+        temporary.chmod(mode)
+        _flush(temporary, os.O_RDWR)
+        temporary.replace(path)
+    except MemoryFileError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
+        raise MemoryFileError(
+            f"'{path}' could not be written and is as it was before ({error}); free space there or choose another place"
+        ) from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not every file system lets a folder be flushed
+        _flush(path.parent, os.O_RDONLY)
+
+
+def _check_target(path: Path) -> None:
+    if path.is_dir():
+        raise MemoryFileError(f"'{path}' cannot be written: it is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise MemoryFileError(f"'{path}' cannot be written: the folder '{path.parent}' does not exist; make it first")
+
+
+def _own_storage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors on the CPU, each with a storage of its own, as safetensors wants them."""
+    ready: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        storage = own.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != own.numel() * own.element_size():
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        ready[name] = own
+    return ready
+
+
+def _flush(path: Path, flags: int) -> None:
+    """Bring a file, or a folder's entries, onto the disk."""
+    handle = os.open(path, flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -65,23 +126,29 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises MemoryFileError when the file is missing, truncated, changed, foreign, or of a newer version.
     """
     path = Path(path)
-    if not path.is_file():
-        raise MemoryFileError(f"there is no memory file '{path}'")
     try:
+        _check_file(path)
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
             _check_header(path, metadata)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as error:
-        if isinstance(error, MemoryFileError):
-            raise
+        digest = _digest(metadata["version"], metadata["description"], tensors)
+        description = json.loads(metadata["description"]) if digest == metadata["digest"] else None
+    except MemoryFileError:
+        raise
+    except (SafetensorError, OSError, RuntimeError, ValueError, LookupError, TypeError, MemoryError) as error:
         raise MemoryFileError(
-            f"'{path}' is truncated, damaged, or no safetensors file ({error}); fetch or make it again"
+            f"'{path}' cannot be read, is truncated, damaged, or no safetensors file ({error}); fetch or make it again"
         ) from None
-    if _digest(metadata["description"], tensors) != metadata["digest"]:
+    if not isinstance(description, dict):
         raise MemoryFileError(f"'{path}' is damaged: its content does not match its digest; fetch or make it again")
-    description: dict[str, Any] = json.loads(metadata["description"])
     return description, tensors
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "is no regular file" if path.exists() else "does not exist"
+        raise MemoryFileError(f"'{path}' {what}; name a file that Memory.save wrote")
 
 
 def _check_header(path: Path, metadata: Mapping[str, str]) -> None:
@@ -96,8 +163,8 @@ def _check_header(path: Path, metadata: Mapping[str, str]) -> None:
         )
 
 
-def _digest(description: str, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(f"{VERSION}{description}".encode())
+def _digest(version: str, description: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps([FORMAT, version, description]).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())

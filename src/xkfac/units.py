@@ -183,53 +183,92 @@ class Trace(TorchFunctionMode):
 
 @dataclass
 class _Layer:
-    """What a discovery pass saw of one weight used by linear maps."""
+    """What a discovery pass saw of one weight that linear maps use."""
 
     calls: list[Call] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
 
 
 class _Discovery(Trace):
-    """Records linear maps, BN calls, and who consumes the outputs of linear maps and the parameters."""
+    """Records linear maps, BN calls, and who uses the parameters and the outputs of linear maps.
+
+    The user of a parameter is the weight whose linear map it is part of, or the BN that it is gamma or beta of; the
+    user of an output is the BN that normalises it; for any other use it is None.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.norms: dict[str, Any] = dict(norms_of(model))
         self.layers: dict[str, _Layer] = defaultdict(_Layer)
-        self.norm_inputs: dict[str, list[Tensor]] = defaultdict(list)
-        self.consumers: dict[int, set[str | None]] = defaultdict(set)
-        self.other_uses: set[str] = set()
-        self.used: set[str] = set()
-        self._outputs: dict[int, Tensor] = {}
+        self.norm_inputs: dict[str, list[Tensor | None]] = defaultdict(list)
+        self.users: dict[str, set[str | None]] = defaultdict(set)
+        self.output_users: dict[int, set[str | None]] = {}
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         arguments = [*tensors(args), *tensors(kwargs)]
-        versions = [tensor._version for tensor in arguments]
+        versions = [_version(tensor) for tensor in arguments]
         result = func(*args, **kwargs)
-        if not any(True for _ in tensors(result)):
+        if func in _SAME_TENSOR and any(result is tensor for tensor in arguments):
+            return result
+        # Reading a shape is no use; x[0] = 1 is one, though it returns nothing.
+        if next(tensors(result), None) is None and versions == [_version(tensor) for tensor in arguments]:
             return result
         call = read_call(func, args, kwargs)
-        is_norm = func is F.batch_norm and self.norm is not None
-        for tensor, version in zip(arguments, versions, strict=True):
-            if func in _SAME_TENSOR and result is tensor and tensor._version == version:
-                continue
-            if id(tensor) in self._outputs:
-                self.consumers[id(tensor)].add(self.norm if is_norm else None)
-            if id(tensor) in self.names:
-                self._use(self.names[id(tensor)], tensor, call, is_norm)
-        if call is not None and id(call.weight) in self.names:
-            layer = self.layers[self.names[id(call.weight)]]
-            layer.calls.append(call)
-            layer.outputs.append(result)
-            self._outputs[id(result)] = result
-        if is_norm and self.norm is not None:
-            self.norm_inputs[self.norm].append(arguments[0])
+        if call is not None:
+            user = self.names.get(id(call.weight))
+            self._use(arguments, user, (call.weight, call.bias))
+            if user is not None:
+                self.layers[user].calls.append(call)
+                self.layers[user].outputs.append(result)
+                self.output_users[id(result)] = set()
+        elif func is F.batch_norm and self.norm is not None:
+            input = self._norm_input(*args, **kwargs)
+            self.norm_inputs[self.norm].append(input)
+            norm = self.norms[self.norm]
+            self._use(arguments, None if input is None else self.norm, (norm.weight, norm.bias), input)
+        else:
+            self._use(arguments, None, ())
         return result
 
-    def _use(self, name: str, tensor: Tensor, call: Call | None, is_norm: bool) -> None:
-        self.used.add(name)
-        if not (is_norm or (call is not None and (tensor is call.weight or tensor is call.bias))):
-            self.other_uses.add(name)
+    def _norm_input(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor | None:
+        """Return the input of the running BN, or None where it does not use its own gamma, beta and statistics."""
+        norm = self.norms[self.norm or ""]
+        pairs = (weight, norm.weight), (bias, norm.bias), (running_mean, norm.running_mean)
+        return input if all(one is other for one, other in pairs) and eps == norm.eps else None
+
+    def _use(
+        self, arguments: list[Tensor], user: str | None, own: Sequence[Tensor | None], normed: Tensor | None = None
+    ) -> None:
+        for tensor in arguments:
+            if id(tensor) in self.output_users:
+                self.output_users[id(tensor)].add(user if tensor is normed else None)
+            if id(tensor) in self.names:
+                self.users[self.names[id(tensor)]].add(user if any(tensor is part for part in own) else None)
+
+    def affine_names(self, path: str) -> list[str]:
+        """Return the names of a BN's gamma and beta."""
+        norm = self.norms[path]
+        pairs = ((name, getattr(norm, name)) for name in ("weight", "bias"))
+        return [self.names.get(id(tensor), _join(path, name)) for name, tensor in pairs if tensor is not None]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def find_units(
@@ -248,11 +287,12 @@ def find_units(
     out. `forward(model, batch)` says how the model takes a batch.
 
     Raises UnitError for BN layers that have no merged weight of their own: without running statistics, synchronised
-    across processes, or called more than once.
+    across processes, called more than once, with a gamma or beta that is transformed or shared, or with a first
+    dimension that is not the batch.
     """
     model = unwrap(model)
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
             raise UnitError(f"'{name}' is not initialised yet; run the lazy model once before looking for its units")
     excluded = _excluded(model, exclude)
     trace = _Discovery(model)
@@ -260,8 +300,7 @@ def find_units(
     with untouched(model), torch.no_grad(), trace.running():
         model.eval()
         output = (forward or default_forward)(model, batch)
-    for tensor in tensors(output):
-        trace.consumers[id(tensor)].add(None)
+    trace._use(list(tensors(output)), None, ())
     found = list(_layers_and_norms(trace, size_of(batch), merge, excluded)) if units else []
     taken = {name for unit in found for name in parameters_of(model, unit)}
     for name, parameter in model.named_parameters():
@@ -269,7 +308,7 @@ def find_units(
             found.append(Unit(name, "free", (1, 1, parameter.numel()), weight=name))
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     found.sort(key=lambda unit: min(order[name] for name in parameters_of(model, unit)))
-    return Coverage(tuple(found), tuple(_rows(model, found, excluded, trace.used)))
+    return Coverage(tuple(found), tuple(_rows(model, found, excluded, set(trace.users))))
 
 
 def parameters_of(model: nn.Module, unit: Unit) -> tuple[str, ...]:
@@ -277,29 +316,30 @@ def parameters_of(model: nn.Module, unit: Unit) -> tuple[str, ...]:
     names = [name for name in (unit.weight, unit.bias) if name is not None]
     if unit.norm is not None:
         norm = model.get_submodule(unit.norm)
-        names += [f"{unit.norm}.{name}" for name in ("weight", "bias") if getattr(norm, name) is not None]
+        names += [_join(unit.norm, name) for name in ("weight", "bias") if getattr(norm, name) is not None]
     return tuple(names)
 
 
 def _layers_and_norms(trace: _Discovery, size: int, merge: bool, excluded: set[str]) -> Iterator[Unit]:
-    norms = norms_of(trace.model)
     merged: set[str] = set()
     for weight, layer in trace.layers.items():
         parts = [weight, *_bias_names(trace, layer)]
         if not _is_unit(trace, layer, parts, size) or excluded.intersection(parts):
             continue
         norm = _norm_behind(trace, layer) if merge else None
-        if norm is not None and excluded.intersection(_affine_names(norms, norm)):
+        if norm is not None and excluded.intersection([norm, *trace.affine_names(norm)]):
             norm = None
         if norm is not None:
             merged.add(norm)
         yield _layer_unit(weight, parts[1] if len(parts) == 2 else None, norm, layer.calls)
-    for path, inputs in trace.norm_inputs.items():
-        affine = _affine_names(norms, path)
-        if (path in merged or affine) and not excluded.intersection(affine):
-            _check_norm(path, norms[path], len(inputs))
-        if path not in merged and affine and not excluded.intersection(affine):
-            yield Unit(path, "norm", (int(norms[path].num_features), 1, 2), norm=path)  # type: ignore[arg-type]
+    for path in trace.norm_inputs:
+        affine = trace.affine_names(path)
+        if excluded.intersection([path, *affine]) or not (path in merged or affine):
+            continue
+        _check_norm(trace, path, size)
+        if path not in merged:
+            name = _join(path, "weight").removesuffix(".weight")
+            yield Unit(name, "norm", (trace.norms[path].num_features, 1, 2), norm=path)
 
 
 def _layer_unit(weight: str, bias: str | None, norm: str | None, calls: list[Call]) -> Unit:
@@ -325,63 +365,67 @@ def _bias_names(trace: _Discovery, layer: _Layer) -> list[str]:
 def _is_unit(trace: _Discovery, layer: _Layer, parts: list[str], size: int) -> bool:
     """Whether all uses of these parameters are calls of one linear map with examples along the first dimension."""
     first = layer.calls[0]
+    rows, rank = first.weight.shape[0], first.weight.dim()
+    if first.convolution is None and rank != 2:
+        return False
     same = all(
         (call.convolution, call.groups, call.bias is None) == (first.convolution, first.groups, first.bias is None)
+        and (call.bias is None or call.bias.shape == (rows,))
         for call in layer.calls
     )
-    rank = 2 if first.convolution is None else 2 + len(first.convolution.kernel)
     batched = all(
         call.input.shape[0] == size
         and (call.input.dim() >= rank if call.convolution is None else call.input.dim() == rank)
         for call in layer.calls
     )
-    return same and batched and len(parts) <= 2 and "" not in parts and not trace.other_uses.intersection(parts)
+    return same and batched and len(parts) <= 2 and all(trace.users[part] == {parts[0]} for part in parts)
 
 
 def _norm_behind(trace: _Discovery, layer: _Layer) -> str | None:
-    """Return the BN that is the only consumer of the layer's only output, its channels being the layer's rows."""
-    if len(layer.outputs) != 1:
+    """Return the BN that is the only user of the layer's only output, its channels being the layer's rows."""
+    if len(layer.outputs) != 1 or (layer.calls[0].convolution is None and layer.outputs[0].dim() != 2):
         return None
-    output, call = layer.outputs[0], layer.calls[0]
-    consumers = trace.consumers[id(output)]
-    if len(consumers) != 1 or None in consumers or (call.convolution is None and output.dim() != 2):
-        return None
-    (norm,) = consumers
-    return norm
+    users = trace.output_users[id(layer.outputs[0])]
+    return next(iter(users)) if len(users) == 1 else None
 
 
-def _affine_names(norms: dict[str, nn.Module], path: str) -> list[str]:
-    return [f"{path}.{name}" for name in ("weight", "bias") if getattr(norms[path], name) is not None]
-
-
-def _check_norm(path: str, norm: nn.Module, calls: int) -> None:
+def _check_norm(trace: _Discovery, path: str, size: int) -> None:
+    norm, inputs = trace.norms[path], trace.norm_inputs[path]
+    fault = None
     if isinstance(norm, nn.SyncBatchNorm):
-        raise UnitError(
-            f"'{path}' is a SyncBatchNorm, whose statistics span processes; use per-process BatchNorm layers, or "
-            f"exclude '{path}'"
+        fault = "is a SyncBatchNorm, whose statistics span processes; use per-process BatchNorm layers"
+    elif norm.running_mean is None:
+        fault = "has no running statistics, so its merged weight has no anchor; build it with track_running_stats=True"
+    elif len(inputs) > 1:
+        fault = (
+            f"is called {len(inputs)} times in one forward pass, so it has {len(inputs)} merged weights; give each "
+            "call a BN of its own"
         )
-    if norm.running_mean is None:
-        raise UnitError(
-            f"'{path}' has no running statistics, so its merged weight has no anchor; build it with "
-            f"track_running_stats=True, or exclude '{path}'"
+    elif inputs[0] is None or any(trace.users[name] != {path} for name in trace.affine_names(path)):
+        fault = (
+            "transforms its gamma, beta or statistics, or shares them with another layer, so it has no merged weight "
+            "of its own; give it plain parameters of its own"
         )
-    if calls > 1:
-        raise UnitError(
-            f"'{path}' is called {calls} times in one forward pass, so it has {calls} merged weights; give each call a "
-            f"BN of its own, or exclude '{path}'"
+    elif inputs[0].shape[0] != size:
+        fault = (
+            f"normalises {inputs[0].shape[0]} rows for a batch of {size} examples; keep the batch as its first "
+            "dimension"
         )
+    if fault is not None:
+        raise UnitError(f"'{path}' {fault}, or exclude '{path}'")
 
 
 def _excluded(model: nn.Module, exclude: Iterable[str]) -> set[str]:
-    """Return the parameters that the patterns match; an unknown pattern is an error that suggests a name."""
+    """Return the parameters and BN layers that the patterns match; an unknown pattern is an error with a suggestion."""
     patterns = [exclude] if isinstance(exclude, str) else list(exclude)
-    names = [name for name, _ in model.named_parameters()]
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    known = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    known |= {path: path for path in norms_of(model)}
     excluded: set[str] = set()
     for pattern in patterns:
-        hits = {n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"{pattern}.*")}
+        hits = {known[n] for n in known if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"{pattern}.*")}
         if not hits:
-            known = [path for path, _ in model.named_modules() if path] + names
-            close = difflib.get_close_matches(pattern, known, 1)
+            close = difflib.get_close_matches(pattern, [*dict(model.named_modules()), *known], 1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise UnitError(f"exclude: '{pattern}' matches no parameter of the model{hint}")
         excluded |= hits

@@ -1,0 +1,83 @@
+"""What every benchmark shares: the digits as data, small BN networks, and the record of where a number comes from."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+
+def digits(permutation_seed: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return scikit-learn's 1,797 digits as images [N, 1, 8, 8] in [0, 1], pixels permuted if asked, and labels [N]."""
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels / 16, dtype=torch.float32)
+    if permutation_seed is not None:
+        images = images[:, torch.randperm(64, generator=torch.Generator().manual_seed(permutation_seed))]
+    return images.reshape(-1, 1, 8, 8), torch.tensor(labels)
+
+
+def batches(images: Tensor, labels: Tensor, size: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the full batches of one shuffled pass."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    return [(images[part], labels[part]) for part in order.split(size) if len(part) == size]
+
+
+def mlp(width: int = 16) -> nn.Sequential:
+    """Return a 64-width-width-10 perceptron with BN before each ReLU."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, width, bias=False),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        nn.Linear(width, width, bias=False),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        nn.Linear(width, 10),
+    )
+
+
+def convnet() -> nn.Sequential:
+    """Return a network of three convolutions with BN, a global average pool, and a linear head."""
+
+    def block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
+        conv = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        return [conv, nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    return nn.Sequential(
+        *block(1, 6, 1), *block(6, 8, 2), *block(8, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+    )
+
+
+def train(net: nn.Module, images: Tensor, labels: Tensor, epochs: int, seed: int, lr: float = 0.1) -> None:
+    """Train by SGD with momentum 0.9, batch 32, a learning rate that falls to zero along a cosine."""
+    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    net.train()
+    for epoch in range(epochs):
+        for x, y in batches(images, labels, 32, seed * 1000 + epoch):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        schedule.step()
+
+
+def provenance() -> dict[str, str]:
+    """Return the command, commit, versions and hardware of this run, to be kept beside its numbers."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = " with changes" if git("status", "--porcelain", "src", "benchmarks") else ""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": git("rev-parse", "--short", "HEAD") + changed,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{device}, {torch.get_num_threads()} threads",
+    }

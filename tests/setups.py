@@ -1,0 +1,100 @@
+"""Small networks, data and training steps that several tests share; importable by spawned processes."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xkfac
+from xkfac.passes import norms_of
+
+
+class Everything(nn.Module):
+    """One unit of every kind: a lone BN, strided, grouped, dilated and depthwise convolutions, a free parameter, ..."""
+
+    def __init__(self):
+        super().__init__()
+        self.lone = nn.BatchNorm2d(2)
+        self.conv = nn.Conv2d(2, 4, 3, stride=2, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(4)
+        self.grouped = nn.Conv2d(4, 4, 2, dilation=2, groups=2)
+        self.grouped_bn = nn.BatchNorm2d(4)
+        self.depthwise = nn.Conv2d(4, 4, 2, groups=4, bias=False)
+        self.depthwise_bn = nn.BatchNorm2d(4)
+        self.scale = nn.Parameter(torch.rand(4) + 0.5)
+        self.linear = nn.Linear(4, 3)
+        self.linear_bn = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.bn(self.conv(self.lone(x))))
+        x = torch.tanh(self.grouped_bn(self.grouped(x)))
+        x = torch.tanh(self.depthwise_bn(self.depthwise(x)))
+        x = x.mean((2, 3)) * self.scale
+        return self.head(torch.tanh(self.linear_bn(self.linear(x))))
+
+
+def randomise(net):
+    """Give every BN parameters and population statistics of its own."""
+    for norm in norms_of(net).values():
+        if norm.weight is not None:
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.normal_(norm.bias, std=0.3)
+        norm.running_mean.normal_(std=0.3)
+        norm.running_var.uniform_(0.5, 1.5)
+    return net
+
+
+def mlp(bn=nn.BatchNorm1d):
+    """Return a small network of linear layers with BN."""
+    return randomise(
+        nn.Sequential(
+            nn.Linear(6, 5, bias=False), bn(5), nn.ReLU(), nn.Linear(5, 4), bn(4), nn.ReLU(), nn.Linear(4, 3)
+        )
+    )
+
+
+def data(count=3, size=8, shape=(6,), classes=3, shift=0.0, scale=1.0, seed=0):
+    """Return `count` batches (x, y) of `size` examples."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(size, *shape, generator=generator) * scale + shift,
+            torch.randint(classes, (size,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def target(**changes):
+    """Return batches of a task whose statistics differ from those of `data()`."""
+    return data(**{"shift": 0.5, "scale": 2.0, "seed": 1, **changes})
+
+
+def started(model=None, method="xkfac", *, made=None, **options):
+    """Return (model, learner), the task begun on `target()`, the model in training mode and away from the anchor."""
+    model = mlp() if model is None else model
+    memory = xkfac.consolidate(model, data(), method, **(made or {}))
+    learner = xkfac.Learner(model, memory, **options)
+    learner.begin(target())
+    move(model)
+    return model.train(), learner
+
+
+@torch.no_grad()
+def move(model, seed=2):
+    """Move every parameter that takes a gradient by a little."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
+
+
+def gradients(model, learner, batch=None, call=None):
+    """Return the objective and a copy of all gradients of one step on `batch`."""
+    x, y = target()[0] if batch is None else batch
+    model.zero_grad()
+    objective = learner.objective(F.cross_entropy((call or model)(x), y))
+    objective.backward()
+    return objective.detach(), {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }

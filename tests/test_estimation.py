@@ -1,0 +1,315 @@
+"""The estimator against brute force: factors, the exact Fisher, unbiasedness, and what the curvature must equal."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import xkfac
+from tests import oracles
+from xkfac.kronecker import Corrected, Diagonal
+
+CLASSES = 3
+
+
+def head(features):
+    return nn.Linear(features, CLASSES)
+
+
+def linear_net(bias=True):
+    return nn.Sequential(
+        nn.Linear(4, 5, bias=bias),
+        nn.BatchNorm1d(5),
+        nn.Tanh(),
+        nn.Linear(5, 3, bias=bias),
+        nn.BatchNorm1d(3),
+        nn.Tanh(),
+        head(3),
+    )
+
+
+def conv_net(**options):
+    conv = nn.Conv2d(2, 4, **{"kernel_size": 3, **options})
+    return nn.Sequential(conv, nn.BatchNorm2d(4), nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), head(16))
+
+
+def preactivation_net():
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 1, bias=False),
+        nn.Tanh(),
+        nn.BatchNorm2d(3),
+        nn.Tanh(),
+        nn.Conv2d(3, 2, 2),
+        nn.BatchNorm2d(2),
+        nn.Flatten(),
+        head(2 * 9),
+    )
+
+
+def conv1d_net():
+    return nn.Sequential(
+        nn.Conv1d(2, 3, 3, padding="same", bias=False), nn.BatchNorm1d(3), nn.Tanh(), nn.Flatten(), head(15)
+    )
+
+
+def conv3d_net():
+    return nn.Sequential(
+        nn.Conv3d(1, 2, 2, stride=(1, 2, 1)), nn.BatchNorm3d(2), nn.Tanh(), nn.Flatten(), head(2 * 2 * 1 * 2)
+    )
+
+
+# name: network, shape of an example, (layer, output) of the units to look at, homogeneous or not
+CASES = {
+    "linear": (linear_net, (4,), [(0, 1), (3, 4), (6, 6)], True),
+    "linear without bias": (lambda: linear_net(False), (4,), [(0, 1), (3, 4)], True),
+    "conv": (conv_net, (2, 5, 5), [(0, 1), (5, 5)], True),
+    "conv stride": (lambda: conv_net(stride=2, padding=1, bias=False), (2, 5, 5), [(0, 1)], True),
+    "conv dilation": (lambda: conv_net(dilation=2, padding=2), (2, 5, 5), [(0, 1)], True),
+    "conv groups": (lambda: conv_net(groups=2, padding=(1, 0)), (2, 5, 5), [(0, 1)], True),
+    "conv reflect": (lambda: conv_net(padding=1, padding_mode="reflect"), (2, 4, 4), [(0, 1)], True),
+    "conv same": (lambda: conv_net(kernel_size=2, padding="same"), (2, 4, 4), [(0, 1)], True),
+    "conv1d": (conv1d_net, (2, 5), [(0, 1)], True),
+    "conv3d": (conv3d_net, (1, 3, 3, 3), [(0, 1)], True),
+    "lone BN": (preactivation_net, (2, 4, 4), [(2, 2), (4, 5)], True),
+    "layer alone": (preactivation_net, (2, 4, 4), [(0, 0)], False),
+}
+
+
+def case(name, sizes=(3, 3)):
+    build, shape, units, homogeneous = CASES[name]
+    net = build().double()
+    return net, [torch.randn(size, *shape).double() for size in sizes], units, homogeneous
+
+
+def exact(net, batches, **options):
+    return xkfac.estimate(net, batches, labels="exact", **options).curvature
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_factors_equal_brute_force(name):
+    net, batches, units, homogeneous = case(name)
+    paper, kfac = exact(net, batches), exact(net, batches, kind="kfac")
+    for layer, output in units:
+        a, a_prime, h_prime, h_second = oracles.factors(net, batches, layer, output, homogeneous)
+        fine, coarse = paper.blocks[str(layer)].terms
+        (only,) = kfac.blocks[str(layer)].terms
+        size = batches[0].shape[0]
+        for ours, theirs in (
+            (only.left, a),
+            (only.right, h_prime),
+            (fine.left, a - a_prime),
+            (fine.right, (size * h_prime - h_second) / (size - 1)),
+            (coarse.left, a_prime),
+            (coarse.right, h_second),
+        ):
+            torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+        closed = oracles.xkfac(a, a_prime, h_prime, h_second, size)
+        torch.testing.assert_close(paper.blocks[str(layer)].dense(), closed, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_diagonal_is_the_exact_fisher_s(name):
+    net, batches, units, homogeneous = case(name)
+    curvature = exact(net, batches, kind="diagonal")
+    for layer, output in units:
+        fisher = oracles.fisher(net, batches, layer, output, homogeneous)
+        block = curvature.blocks[str(layer)]
+        assert isinstance(block, Diagonal)
+        torch.testing.assert_close(
+            block.dense().diagonal(dim1=1, dim2=2), fisher.diagonal(dim1=1, dim2=2), atol=1e-10, rtol=1e-10
+        )
+
+
+@pytest.mark.parametrize("name", ["linear", "conv groups", "lone BN"])
+def test_corrected_has_the_exact_variances_in_the_eigenbasis_of_the_factors(name):
+    net, batches, units, homogeneous = case(name)
+    curvature = exact(net, batches, kind="corrected")
+    for layer, output in units:
+        closed = oracles.xkfac(*oracles.factors(net, batches, layer, output, homogeneous), len(batches[0]))
+        fisher = oracles.fisher(net, batches, layer, output, homogeneous)
+        block = curvature.blocks[str(layer)]
+        assert isinstance(block, Corrected)
+        rows, columns = block.right.shape[1], block.left.shape[1]
+        blocks = closed.reshape(-1, columns, rows, columns, rows)
+        trace = closed.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].sqrt()
+        left, right = torch.einsum("giaja->gij", blocks) / trace, torch.einsum("giaib->gab", blocks) / trace
+        torch.testing.assert_close(block.left @ torch.diag_embed(block.left_values) @ block.left.mT, left)
+        torch.testing.assert_close(block.right @ torch.diag_embed(block.right_values) @ block.right.mT, right)
+        basis = oracles.dense(block.left, block.right)
+        variances = torch.diagonal(basis.mT @ fisher @ basis, dim1=1, dim2=2)
+        torch.testing.assert_close(block.scales.mT.flatten(1), variances, atol=1e-10, rtol=1e-10)
+
+
+def test_fisher_of_a_single_position_head_needs_no_approximation_in_h():
+    """Fact 5: behind the last BN no example touches another's loss, so H = H' = H''."""
+    net, batches, _, _ = case("linear")
+    _, _, h_prime, h_second = oracles.factors(net, batches, 6, 6)
+    torch.testing.assert_close(h_prime, h_second)
+    _, _, h_prime, h_second = oracles.factors(net, batches, 3, 4)
+    torch.testing.assert_close(h_prime, h_second)
+    _, _, h_prime, h_second = oracles.factors(net, batches, 0, 1)
+    assert (h_prime - h_second).norm() > 0.1 * h_prime.norm()
+
+
+def test_free_parameters_get_the_exact_diagonal():
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.PReLU(), head(4)).double()
+    batches = [torch.randn(3, 4).double(), torch.randn(2, 4).double()]
+    curvature = exact(net, batches)
+    expected = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    for x in batches:
+        log_p = net(x).log_softmax(1)
+        for n in range(len(x)):
+            for label in range(CLASSES):
+                gradients = torch.autograd.grad(-log_p[n, label], list(net.parameters()), retain_graph=True)
+                for name, gradient in zip(expected, gradients, strict=True):
+                    expected[name] += log_p[n, label].exp().detach() * gradient.square() / 5
+    for name in ("1.weight", "1.bias", "3.weight"):
+        torch.testing.assert_close(curvature.blocks[name].values.flatten(), expected[name].flatten())
+
+
+@pytest.mark.parametrize("kind", ["xkfac", "kfac", "diagonal"])
+def test_sampled_estimate_is_unbiased_with_error_falling_as_one_over_the_root_of_the_draws(kind):
+    net, batches, _, _ = case("linear", sizes=(6,))
+    truth = exact(net, batches, kind=kind)
+
+    def flat(curvature):
+        return torch.cat([t.flatten() for _, t in curvature.tensors()])
+
+    def error(draws, seed):
+        sampled = xkfac.estimate(net, batches, kind=kind, draws=draws, seed=seed).curvature
+        return ((flat(sampled) - flat(truth)).norm() / flat(truth).norm()).item()
+
+    few = sum(error(16, seed) for seed in range(8)) / 8
+    many = sum(error(1024, seed) for seed in range(8)) / 8
+    assert many < 0.25 * few
+    assert few / many == pytest.approx(math.sqrt(1024 / 16), rel=0.35)
+
+
+def test_one_backward_pass_of_the_sum_has_the_right_expectation_where_a_pass_a_class_has_not():
+    """Moving all labels together, one class after the other, counts cross terms that are no part of the Fisher."""
+    net, batches, _, _ = case("linear", sizes=(6,))
+    truth = oracles.factors(net, batches, 0, 1)[2]
+    sampled = xkfac.estimate(net, batches, kind="kfac", draws=4096).curvature.blocks["0"].terms[0].right
+    _, outputs = oracles.run(net, batches[0])
+    p = outputs[-1].detach().softmax(1)
+    together = 0
+    for label in range(CLASSES):
+        loss = (p[:, label].sqrt() * -outputs[-1].log_softmax(1)[:, label]).sum()
+        (g,) = torch.autograd.grad(loss, outputs[1], retain_graph=True)
+        together = together + g.T @ g / 6
+    assert (sampled - truth).norm() < 0.1 * truth.norm()
+    assert (together - truth).norm() > 0.3 * truth.norm()
+
+
+def bn_free():
+    return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 4), nn.Tanh(), head(4)).double()
+
+
+def dense_blocks(curvature):
+    return {name: block.dense() for name, block in curvature.blocks.items()}
+
+
+def test_xkfac_equals_kfac_without_bn():
+    net, batches = bn_free(), [torch.randn(4, 2, 4, 4).double()]
+    ours, theirs = dense_blocks(exact(net, batches)), dense_blocks(exact(net, batches, kind="kfac"))
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-12, rtol=1e-10)
+
+
+def test_xkfac_equals_kfac_in_evaluation_mode():
+    net, batches, _, _ = case("linear")
+    options = {"statistics": "population"}
+    ours, theirs = (
+        dense_blocks(exact(net, batches, **options)),
+        dense_blocks(exact(net, batches, kind="kfac", **options)),
+    )
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-12, rtol=1e-10)
+    assert (dense_blocks(exact(net, batches))["0"] - theirs["0"]).norm() > 0.05 * theirs["0"].norm()
+
+
+@pytest.mark.parametrize("kind", ["xkfac", "kfac", "diagonal", "corrected"])
+def test_estimate_does_not_depend_on_the_batch_size_without_bn(kind):
+    net, x = bn_free(), torch.randn(12, 2, 4, 4).double()
+    whole = dense_blocks(exact(net, [x], kind=kind))
+    for size in (1, 5, 6):
+        parts = dense_blocks(exact(net, list(x.split(size)), kind=kind))
+        for name in whole:
+            torch.testing.assert_close(parts[name], whole[name], atol=1e-11, rtol=1e-9)
+
+
+def test_bias_in_front_of_a_bn_has_no_curvature_linear():
+    net, batches, _, _ = case("linear")
+    ours = exact(net, batches, merge=False).blocks["0"].diagonal()[..., -1]
+    kfac = exact(net, batches, merge=False, kind="kfac").blocks["0"].diagonal()[..., -1]
+    assert ours.abs().max() < 1e-12
+    assert kfac.min() > 1e-3
+
+
+@pytest.mark.parametrize("form", ["paper", "mean"])
+def test_bias_in_front_of_a_bn_has_no_curvature_convolution(form):
+    net, batches, _, _ = case("conv")
+
+    def bias_curvature(grouping):
+        curvature = exact(net, batches, merge=False, form=form, grouping=grouping)
+        return curvature.blocks["0"].diagonal()[..., -1].abs().max()
+
+    assert bias_curvature("pooled") < 1e-12
+    assert bias_curvature("paper") > 1e-4
+
+
+def test_cross_layer_blocks_are_the_khatri_rao_product_of_the_definitions():
+    net, batches, _, _ = case("linear", sizes=(4, 4))
+    curvature = exact(net, batches, cross_layer=True)
+    size, places = 4, [(0, 1), (3, 4), (6, 6)]
+    a, a_prime, h_prime, h_second = 0, 0, 0, 0
+    for x in batches:
+        inputs, _ = oracles.run(net, x)
+        stacked = torch.cat([oracles.unit_inputs(net[layer], inputs[layer], True)[0, :, 0] for layer, _ in places], 1)
+        p = oracles.example_gradients(net, x, *places[0])[0]
+        g = torch.cat([oracles.example_gradients(net, x, *place)[1][:, :, 0, :, 0] for place in places], 3)
+        a, a_prime = a + stacked.T @ stacked / 8, a_prime + torch.outer(stacked.mean(0), stacked.mean(0)) / 2
+        h_prime = h_prime + torch.einsum("nc,ncmr,ncmq->rq", p, g, g) / 8
+        h_second = h_second + torch.einsum("nc,ncmr,ncpq->rq", p, g, g) / 8
+    expected = []
+    columns, rows = (5, 6, 4), (5, 3, 3)
+    starts_c, starts_r = (0, 5, 11), (0, 5, 8)
+    for i in range(3):
+        line = []
+        for j in range(3):
+            left = [m[starts_c[i] :, starts_c[j] :][: columns[i], : columns[j]] for m in (a, a_prime)]
+            right = [m[starts_r[i] :, starts_r[j] :][: rows[i], : rows[j]] for m in (h_prime, h_second)]
+            line.append(oracles.xkfac(left[0][None], left[1][None], right[0][None], right[1][None], size)[0])
+        expected.append(torch.cat(line, 1))
+    expected = torch.cat(expected)
+    torch.testing.assert_close(curvature.joint.dense(), expected, atol=1e-10, rtol=1e-10)
+    assert torch.linalg.eigvalsh(expected).min() > -1e-10
+    moves = [torch.randn(1, r, c).double() for r, c in zip(rows, columns, strict=True)]
+    flat = torch.cat([move[0].T.flatten() for move in moves])
+    products = torch.cat([move[0].T.flatten() for move in curvature.joint.product(moves)])
+    torch.testing.assert_close(products, expected @ flat)
+
+
+def test_a_layer_called_twice_has_its_calls_as_positions():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 3), head(3)
+
+        def forward(self, x):
+            return self.head(self.layer(torch.tanh(self.layer(x))))
+
+    net, x = Twice().double(), torch.randn(5, 3).double()
+    diagonal = exact(net, [x], kind="diagonal").blocks["layer"].values
+    log_p = net(x).log_softmax(1)
+    expected = 0
+    for n in range(5):
+        for label in range(CLASSES):
+            w, b = torch.autograd.grad(-log_p[n, label], [net.layer.weight, net.layer.bias], retain_graph=True)
+            expected = expected + log_p[n, label].exp().detach() * torch.cat([w, b[:, None]], 1).square() / 5
+    torch.testing.assert_close(diagonal[0], expected)
+    (term,) = exact(net, [x], kind="kfac").blocks["layer"].terms
+    first = torch.cat([x, torch.ones(5, 1).double()], 1)
+    second = torch.cat([torch.tanh(net.layer(x)), torch.ones(5, 1).double()], 1).detach()
+    torch.testing.assert_close(term.left[0], (first.T @ first + second.T @ second) / 5)

@@ -1,0 +1,365 @@
+"""Memory files: what is saved comes back exactly and goes on as before; what does not fit is refused by name."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import nn
+
+import xkfac
+from tests.memories import VARIANTS, assert_equal, blocks_of, consolidated, learn, make
+from xkfac import Memory, MemoryFileError, storage
+from xkfac.estimation import Estimate
+from xkfac.kronecker import Kronecker, parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_saved_memories_come_back_exactly(tmp_path, kind, variant, dtype):
+    net, first, second = make(kind, dtype=dtype)
+    memory = consolidated(net, first, variant)
+    memory.save(tmp_path / "memory")
+    loaded = Memory.load(tmp_path / "memory", net)
+    assert_equal(loaded, memory)
+    new = consolidated(net, second, variant)
+    new = Estimate(new.curvature, new.coverage, new.examples)
+    extended = memory.extend(net, new, 0.5, 0.5, keep_all=variant in ("mean", "cross-layer", "kfac"))
+    extended.save(tmp_path / "memory")
+    assert_equal(Memory.load(tmp_path / "memory", net), extended)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_loaded_memory_goes_on_as_the_one_in_process(tmp_path, kind, variant):
+    net, first, second = make(kind)
+    memory = consolidated(net, first, variant)
+    memory.save(tmp_path / "memory")
+    penalties, extended, there = learn(net, memory, second)
+    loaded_penalties, loaded_extended, here = learn(net, Memory.load(tmp_path / "memory"), second)
+    assert torch.equal(penalties, loaded_penalties)
+    assert variant == "fine-tuning" or float(penalties[1]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(there.parameters(), here.parameters(), strict=True))
+    assert_equal(loaded_extended, extended)
+
+
+def test_files_are_saved_over_themselves_and_stay_the_same(tmp_path):
+    net, data, _ = make("conv")
+    memory = consolidated(net, data, "corrected")
+    memory.save(tmp_path / "memory")
+    loaded = Memory.load(tmp_path / "memory")
+    loaded.save(tmp_path / "memory")
+    assert_equal(loaded, memory)
+    assert_equal(Memory.load(str(tmp_path / "memory")), memory)
+
+
+def test_terms_that_share_a_root_are_saved(tmp_path):
+    net, data, _ = make("conv")
+    memory = consolidated(net, data, "mean")
+    same = Estimate(memory.curvature, memory.coverage, memory.examples)
+    extended = memory.extend(net, same, 0.5, 0.5, keep_all=True)
+    extended.save(tmp_path / "memory")
+    assert_equal(Memory.load(tmp_path / "memory"), extended)
+
+
+def test_names_with_slashes_are_kept_apart(tmp_path):
+    net = nn.Sequential()
+    for name, layer in (("a", nn.Linear(6, 5)), ("a/left.0", nn.Linear(5, 4)), ("joint", nn.Linear(4, 3))):
+        net.add_module(name, layer)
+    memory = consolidated(net, make("mlp")[1])
+    memory.save(tmp_path / "memory")
+    assert_equal(Memory.load(tmp_path / "memory", net), memory)
+
+
+def test_anchors_are_mapped_from_the_file(tmp_path):
+    net, data, _ = make("mlp")
+    consolidated(net, data, "diagonal").save(tmp_path / "memory")
+    loaded = Memory.load(tmp_path / "memory")
+    maps = Path("/proc/self/maps").read_text()
+    ranges = [line.split()[0].split("-") for line in maps.splitlines() if line.endswith(str(tmp_path / "memory"))]
+    for _, tensor in (*loaded.anchor.items(), *loaded.curvature.tensors()):
+        assert any(int(start, 16) <= tensor.data_ptr() < int(stop, 16) for start, stop in ranges)
+    loaded.anchor["0"].zero_()
+    assert float(Memory.load(tmp_path / "memory").anchor["0"].abs().sum()) > 0
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)])
+def test_files_hold_triangles(tmp_path, kind, dtype, bytes_each):
+    net, data, _ = make(kind)
+    memory = consolidated(net, data)
+    memory.save(tmp_path / "memory", dtype)
+    numbers = 0
+    for unit in memory.units:
+        groups, rows, columns = unit.shape
+        halves = 2 * groups * (rows * (rows + 1) // 2 + columns * (columns + 1) // 2)
+        numbers += columns if unit.kind == "free" else halves
+    anchor = sum(tensor.numel() for tensor in memory.anchor.values()) * max(bytes_each, 4)
+    raw = (tmp_path / "memory").read_bytes()
+    assert len(raw) - 8 - int.from_bytes(raw[:8], "little") == numbers * bytes_each + anchor
+
+
+def test_bfloat16_keeps_the_anchor_and_rounds_the_factors(tmp_path):
+    net, data, _ = make("conv")
+    for variant in ("xkfac", "mean", "cross-layer"):
+        memory = consolidated(net, data, variant)
+        memory.save(tmp_path / "memory", torch.bfloat16)
+        loaded = Memory.load(tmp_path / "memory", net)
+        for name, tensor in memory.anchor.items():
+            assert torch.equal(loaded.anchor[name], tensor)
+        for name, block in blocks_of(memory).items():
+            for part, tensor in parts(block).items():
+                found = parts(blocks_of(loaded)[name])[part]
+                assert found.dtype == torch.float32
+                bound = tensor.abs() / 2**8
+                if not isinstance(block, xkfac.kronecker.Diagonal) and not part.startswith("root"):
+                    scale = tensor.diagonal(dim1=-2, dim2=-1).sqrt()
+                    bound = scale[..., :, None] * scale[..., None, :] / 2**8
+                assert bool(((found - tensor).abs() <= 1.01 * bound + 1e-12).all()), (variant, name, part)
+
+
+def test_bfloat16_keeps_the_factors_positive(tmp_path):
+    """Rounding a factor entry by entry made some of its eigenvalues negative, so that the penalty could fall below 0."""
+    net = nn.Sequential(
+        nn.Linear(30, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 3)
+    )
+    base = torch.randn(4, 30)
+    data = [(torch.randn(32, 4) @ base, torch.randint(0, 3, (32,))) for _ in range(3)]
+    memory = consolidated(net, data)
+    memory.save(tmp_path / "memory", torch.bfloat16)
+    rounded = 0.0
+    for name, block in Memory.load(tmp_path / "memory").curvature.blocks.items():
+        assert isinstance(block, Kronecker)
+        for part, tensor in parts(block).items():
+            values = torch.linalg.eigvalsh(tensor.double())
+            assert float(values.min()) >= -1e-6 * float(values.max())
+            plain = torch.linalg.eigvalsh(parts(memory.curvature.blocks[name])[part].bfloat16().double())
+            rounded = min(rounded, float(plain.min() / plain.max()))
+    assert rounded < -1e-4
+
+
+def test_bfloat16_files_serve_a_float64_network(tmp_path):
+    net, first, second = make("mlp", dtype=torch.float64)
+    memory = consolidated(net, first)
+    memory.save(tmp_path / "memory", torch.bfloat16)
+    exact, _, _ = learn(net, memory, second)
+    rounded, _, _ = learn(net, Memory.load(tmp_path / "memory"), second)
+    torch.testing.assert_close(rounded.double(), exact, rtol=0.02, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int32])
+def test_other_dtypes_are_refused(tmp_path, dtype):
+    net, data, _ = make("mlp")
+    with pytest.raises(xkfac.XkfacError, match=r"stored in torch.float32, .*, not torch\.(float16|int32); choose one"):
+        consolidated(net, data).save(tmp_path / "memory", dtype)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_likelihoods_come_back_with_their_arguments(tmp_path):
+    net, data, _ = make("mlp")
+    for likelihood in (xkfac.Gaussian(2.5), xkfac.Gaussian(torch.tensor(0.5)), xkfac.Bernoulli(), xkfac.Categorical()):
+        memory = consolidated(net, data, likelihood=likelihood)
+        memory.save(tmp_path / "memory")
+        loaded = Memory.load(tmp_path / "memory").likelihood
+        assert type(loaded) is type(likelihood)
+        assert loaded.arguments == {name: float(value) for name, value in likelihood.arguments.items()}
+
+
+class Laplace(xkfac.Categorical):
+    """A user's own likelihood that keeps the name of its parent."""
+
+
+class Named(xkfac.Categorical):
+    name = "my own"
+    arguments = {"not": object()}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("likelihood", [Laplace(), Named()])
+def test_a_users_own_likelihood_is_named_and_asked_for_again(tmp_path, likelihood):
+    net, first, second = make("mlp")
+    memory = consolidated(net, first, likelihood=likelihood)
+    memory.save(tmp_path / "memory")
+    loaded = Memory.load(tmp_path / "memory", net)
+    sentence = f"likelihood '{likelihood.name}', which its file cannot hold; pass likelihood=... again"
+    for labels in ("sampled", "empirical", "exact"):
+        method = xkfac.Method("xkfac", xkfac.Settings(labels=labels))
+        with pytest.raises(xkfac.XkfacError, match=sentence):
+            learn(net, dataclasses.replace(loaded, method=method), second)
+    loaded.save(tmp_path / "memory")
+    _, extended, _ = learn(net, Memory.load(tmp_path / "memory"), second, likelihood=likelihood)
+    _, in_process, _ = learn(net, memory, second)
+    for (_, a), (_, b) in zip(extended.curvature.tensors(), in_process.curvature.tensors(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("variant", ["xkfac", "corrected", "cross-layer"])
+def test_another_network_is_refused_by_unit(tmp_path, variant):
+    net, data, _ = make("mlp")
+    consolidated(net, data, variant).save(tmp_path / "memory")
+    other = copy.deepcopy(net)
+    other[3] = nn.Linear(8, 9)
+    with pytest.raises(xkfac.MismatchError, match="unit '3': the memory's merged weight is 1x7x9"):
+        Memory.load(tmp_path / "memory", other)
+    with pytest.raises(xkfac.MismatchError, match="unit '0': the model has no parameter '0.weight'"):
+        Memory.load(tmp_path / "memory", make("conv")[0])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("variant", "tensor", "unit"),
+    [
+        ("xkfac", "curvature/3/right.1", "3"),
+        ("corrected", "curvature/6/scales", "6"),
+        ("xkfac", "anchor/0", "0"),
+        ("cross-layer", "joint/left.0", "0 and 3 and 6"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_by_unit(tmp_path, variant, tensor, unit, value):
+    net, data, _ = make("mlp")
+    path = tmp_path / "memory"
+    consolidated(net, data, variant).save(path)
+    description, tensors = storage.read(path)
+    tensors[tensor] = tensors[tensor].clone()
+    tensors[tensor].view(-1)[1] = value
+    storage.write(path, description, tensors)
+    with pytest.raises(MemoryFileError, match=f"memory' holds numbers of unit '{unit}' that are not finite; make it"):
+        Memory.load(path)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_a_memory_that_is_not_finite_is_not_saved(tmp_path, dtype):
+    net, data, _ = make("mlp")
+    memory = consolidated(net, data)
+    memory.curvature.blocks["3"].terms[0].left[0, 0, 0] = float("nan")
+    with pytest.raises(xkfac.XkfacError, match="numbers of unit '3' are not finite"):
+        memory.save(tmp_path / "memory", dtype)
+    large = consolidated(*make("mlp", dtype=torch.float64)[:2])
+    large.curvature.blocks["0"].terms[0].right[0, 0, 0] = 1e60
+    large.save(tmp_path / "large")
+    with pytest.raises(xkfac.XkfacError, match="numbers of unit '0' are not finite in torch.float32; .*float64"):
+        large.save(tmp_path / "memory", torch.float32)
+    assert [path.name for path in tmp_path.iterdir()] == ["large"]
+
+
+def without(key):
+    return lambda description, tensors: description.pop(key)
+
+
+CONTRADICTIONS = {
+    "no method": without("method"),
+    "no blocks": without("blocks"),
+    "no roots": without("roots"),
+    "unknown block": lambda d, t: d["blocks"].update({"0": "tucker"}),
+    "blocks as a list": lambda d, t: d.update(blocks=[]),
+    "unknown setting": lambda d, t: d["method"]["settings"].update(magic=1),
+    "bad setting": lambda d, t: d["method"]["settings"].update(kind="magic"),
+    "unknown likelihood": lambda d, t: d["likelihood"].update(name="magic"),
+    "unknown unit field": lambda d, t: d["units"][0].update(magic=1),
+    "one unit fewer": lambda d, t: d["units"].pop(),
+    "one block fewer": lambda d, t: d["blocks"].pop("0"),
+    "other shape": lambda d, t: d["units"][0].update(shape=[1, 7, 7]),
+    "units as a number": lambda d, t: d.update(units=3),
+    "no anchor": lambda d, t: t.pop("anchor/0"),
+    "no factor": lambda d, t: t.pop("curvature/0/left.0"),
+    "no factors": lambda d, t: [t.pop(f"curvature/0/{part}") for part in ("left.0", "right.0", "left.1", "right.1")],
+    "odd triangle": lambda d, t: t.update({"curvature/0/left.0": torch.ones(1, 29)}),
+    "smaller factor": lambda d, t: t.update({"curvature/0/left.1": torch.ones(1, 21)}),
+    "other anchor": lambda d, t: t.update({"anchor/0": torch.ones(1, 8, 6)}),
+}
+
+
+@pytest.mark.parametrize("change", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_a_header_that_does_not_fit_its_tensors_is_refused(tmp_path, change):
+    net, data, _ = make("mlp")
+    path = tmp_path / "memory"
+    consolidated(net, data).save(path)
+    description, tensors = storage.read(path)
+    change(description, tensors)
+    storage.write(path, description, tensors)
+    with pytest.raises(
+        MemoryFileError, match=r"'.*memory' is damaged: .* does not describe its tensors .*make it again"
+    ):
+        Memory.load(path)
+
+
+def test_factors_across_layers_of_another_size_are_refused(tmp_path):
+    net, data, _ = make("mlp")
+    path = tmp_path / "memory"
+    consolidated(net, data, "cross-layer").save(path)
+    description, tensors = storage.read(path)
+    storage.write(path, description, {**tensors, "joint/right.0": torch.ones(1, 3)})
+    with pytest.raises(MemoryFileError, match="factors across layers are of another size"):
+        Memory.load(path)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("memory") / "memory"
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    memory = xkfac.consolidate(net, [(torch.randn(4, 2), torch.zeros(4))])
+    memory.save(path)
+    return memory, path.with_name("damaged"), path.read_bytes()
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_memories_are_refused_or_the_same(small, data):
+    memory, path, raw = small
+    changed = bytearray(raw)
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    changed = changed[: data.draw(st.sampled_from([len(raw), len(raw) // 2, len(raw) - 1]))]
+    path.write_bytes(changed)
+    try:
+        loaded = Memory.load(path)
+    except MemoryFileError:
+        return
+    assert changed == raw
+    assert_equal(loaded, memory)
+
+
+def test_a_failing_save_keeps_the_memory_that_was_there(tmp_path, monkeypatch):
+    net, first, second = make("mlp")
+    path = tmp_path / "memory"
+    memory = consolidated(net, first)
+    memory.save(path)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage, "save_file", full)
+    with pytest.raises(MemoryFileError, match="could not be written and is as it was before"):
+        consolidated(net, second).save(path)
+    assert_equal(Memory.load(path, net), memory)
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(MemoryFileError, match="the folder '.*absent' does not exist; make it first"):
+        memory.save(tmp_path / "absent" / "memory")
+
+
+def test_a_file_tells_what_it_is_to_any_reader_of_safetensors(tmp_path):
+    net, data, _ = make("mlp")
+    consolidated(net, data).save(tmp_path / "memory")
+    with safe_open(str(tmp_path / "memory"), framework="pt") as file:
+        description = json.loads(file.metadata()["description"])
+        assert tuple(file.get_tensor("anchor/0").shape) == (1, 8, 7)
+    assert description["method"]["name"] == "xkfac"
+    assert [unit["name"] for unit in description["units"]] == ["0", "3", "6"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_memories_move_between_cpu_and_gpu(tmp_path, variant):
+    net, data, _ = make("conv")
+    memory = consolidated(net, data, variant)
+    memory.save(tmp_path / "memory")
+    loaded = Memory.load(tmp_path / "memory", net, device="cuda")
+    assert all(tensor.is_cuda for _, tensor in (*loaded.anchor.items(), *loaded.curvature.tensors()))
+    assert_equal(loaded.to("cpu"), memory)
+    loaded.save(tmp_path / "memory")
+    assert_equal(Memory.load(tmp_path / "memory"), memory)
