@@ -29,6 +29,7 @@ CURVATURES: dict[str, dict[str, str]] = {
     "pooled": {"kind": "xkfac", "form": "mean", "grouping": "pooled"},
     "hierarchical": {"kind": "xkfac", "form": "mean", "grouping": "hierarchical"},
     "corrected": {"kind": "corrected"},
+    "corrected, factors' basis": {"kind": "corrected", "basis": "factors"},
     "diagonal": {"kind": "diagonal"},
 }
 NETS = {"linear": mlp, "convolutional": convnet}
@@ -37,7 +38,7 @@ NETS = {"linear": mlp, "convolutional": convnet}
 def exact_fisher(net: nn.Sequential, data: list[Tensor], units: tuple[xkfac.Unit, ...]) -> dict[str, Tensor]:
     """Return the Fisher of every unit, [C D, C D], from a backward pass for every example and class."""
     total = {unit.name: torch.zeros(()) for unit in units}
-    names = {name: module for name, module in net.named_modules()}
+    names = dict(net.named_modules())
     for x in data:
         inputs: dict[nn.Module, Tensor] = {}
         outputs: dict[nn.Module, Tensor] = {}
@@ -87,7 +88,7 @@ def table(results: dict[str, list[dict[str, dict[str, tuple[float, float]]]]]) -
             for name in CURVATURES:
                 errors = [run[unit][name][0] for run in runs]
                 scale = statistics.mean(run[unit][name][1] for run in runs)
-                cells.append(f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f} (×{scale:.2f})")
+                cells.append(f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f} (x{scale:.2f})")
             lines.append(f"| {kind} | {unit} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -84,7 +84,7 @@ def test_the_forward_of_a_wrapped_model_takes_keys():
 
 
 ERRORS = {
-    "empty batch": (Model(), (), r"a batch of the loader is empty; it should be \(inputs, labels\), a dict, or a tensor"),
+    "empty batch": (Model(), (), r"a batch of the loader is empty; it should be .inputs, labels., a dict, or"),
     "string": (Model(), "text", "a batch of the loader is a str;.*pass forward="),
     "object": (Model(), Output(X), "a batch of the loader is a Output"),
     "unknown keys": (

@@ -122,12 +122,14 @@ def test_diagonal_is_the_exact_fisher_s(name):
 
 
 @pytest.mark.parametrize("name", ["linear", "conv groups", "lone BN"])
-def test_corrected_has_the_exact_variances_in_the_eigenbasis_of_the_factors(name):
+@pytest.mark.parametrize("basis", ["gradients", "factors"])
+def test_corrected_has_the_exact_variances_in_the_eigenbasis_of_partial_traces(name, basis):
     net, batches, units, homogeneous = case(name)
-    curvature = exact(net, batches, kind="corrected")
+    curvature = exact(net, batches, kind="corrected", basis=basis)
     for layer, output in units:
-        closed = oracles.xkfac(*oracles.factors(net, batches, layer, output, homogeneous), len(batches[0]))
         fisher = oracles.fisher(net, batches, layer, output, homogeneous)
+        closed = oracles.xkfac(*oracles.factors(net, batches, layer, output, homogeneous), len(batches[0]))
+        closed = fisher if basis == "gradients" else closed
         block = curvature.blocks[str(layer)]
         assert isinstance(block, Corrected)
         rows, columns = block.right.shape[1], block.left.shape[1]
@@ -136,8 +138,8 @@ def test_corrected_has_the_exact_variances_in_the_eigenbasis_of_the_factors(name
         left, right = torch.einsum("giaja->gij", blocks) / trace, torch.einsum("giaib->gab", blocks) / trace
         torch.testing.assert_close(block.left @ torch.diag_embed(block.left_values) @ block.left.mT, left)
         torch.testing.assert_close(block.right @ torch.diag_embed(block.right_values) @ block.right.mT, right)
-        basis = oracles.dense(block.left, block.right)
-        variances = torch.diagonal(basis.mT @ fisher @ basis, dim1=1, dim2=2)
+        eigenvectors = oracles.dense(block.left, block.right)
+        variances = torch.diagonal(eigenvectors.mT @ fisher @ eigenvectors, dim1=1, dim2=2)
         torch.testing.assert_close(block.scales.mT.flatten(1), variances, atol=1e-10, rtol=1e-10)
 
 

@@ -70,7 +70,7 @@ def test_terms_that_share_a_root_are_saved(tmp_path):
 
 def test_names_with_slashes_are_kept_apart(tmp_path):
     net = nn.Sequential()
-    for name, layer in (("a", nn.Linear(6, 5)), ("a/left.0", nn.Linear(5, 4)), ("joint", nn.Linear(4, 3))):
+    for name, layer in (("a", nn.Linear(6, 5)), ("a/left", nn.Linear(5, 4)), ("joint", nn.Linear(4, 3))):
         net.add_module(name, layer)
     memory = consolidated(net, make("mlp")[1])
     memory.save(tmp_path / "memory")
@@ -120,12 +120,12 @@ def test_bfloat16_keeps_the_anchor_and_rounds_the_factors(tmp_path):
                 bound = tensor.abs() / 2**8
                 if not isinstance(block, xkfac.kronecker.Diagonal) and not part.startswith("root"):
                     scale = tensor.diagonal(dim1=-2, dim2=-1).sqrt()
-                    bound = scale[..., :, None] * scale[..., None, :] / 2**8
+                    bound = scale[..., :, None] * scale[..., None, :] / 2**7
                 assert bool(((found - tensor).abs() <= 1.01 * bound + 1e-12).all()), (variant, name, part)
 
 
 def test_bfloat16_keeps_the_factors_positive(tmp_path):
-    """Rounding a factor entry by entry made some of its eigenvalues negative, so that the penalty could fall below 0."""
+    """Rounding a factor entry by entry made some of its eigenvalues negative, and so the penalty of some steps."""
     net = nn.Sequential(
         nn.Linear(30, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 3)
     )
@@ -203,10 +203,10 @@ def test_another_network_is_refused_by_unit(tmp_path, variant):
     net, data, _ = make("mlp")
     consolidated(net, data, variant).save(tmp_path / "memory")
     other = copy.deepcopy(net)
-    other[3] = nn.Linear(8, 9)
+    other[3], other[4] = nn.Linear(8, 9), nn.BatchNorm1d(9)
     with pytest.raises(xkfac.MismatchError, match="unit '3': the memory's merged weight is 1x7x9"):
         Memory.load(tmp_path / "memory", other)
-    with pytest.raises(xkfac.MismatchError, match="unit '0': the model has no parameter '0.weight'"):
+    with pytest.raises(xkfac.MismatchError, match=r"unit '0': the model has no parameter '0.weight'"):
         Memory.load(tmp_path / "memory", make("conv")[0])
 
 
@@ -242,7 +242,7 @@ def test_a_memory_that_is_not_finite_is_not_saved(tmp_path, dtype):
     large = consolidated(*make("mlp", dtype=torch.float64)[:2])
     large.curvature.blocks["0"].terms[0].right[0, 0, 0] = 1e60
     large.save(tmp_path / "large")
-    with pytest.raises(xkfac.XkfacError, match="numbers of unit '0' are not finite in torch.float32; .*float64"):
+    with pytest.raises(xkfac.XkfacError, match=r"numbers of unit '0' are not finite in torch.float32; .*float64"):
         large.save(tmp_path / "memory", torch.float32)
     assert [path.name for path in tmp_path.iterdir()] == ["large"]
 
@@ -338,7 +338,7 @@ def test_a_failing_save_keeps_the_memory_that_was_there(tmp_path, monkeypatch):
         consolidated(net, second).save(path)
     assert_equal(Memory.load(path, net), memory)
     assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(MemoryFileError, match="the folder '.*absent' does not exist; make it first"):
+    with pytest.raises(MemoryFileError, match=r"the folder '.*absent' does not exist; make it first"):
         memory.save(tmp_path / "absent" / "memory")
 
 

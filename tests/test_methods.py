@@ -76,7 +76,7 @@ def test_a_typo_in_a_method_is_met_with_the_nearest(typo, meant):
 
 
 def test_a_method_that_is_like_none_gets_no_suggestion():
-    with pytest.raises(XkfacError, match="^method 'zzz' is not known; it is one of xkfac, kfac, corrected, diagonal"):
+    with pytest.raises(XkfacError, match=r"^method 'zzz' is not known; it is one of xkfac, kfac, corrected, diagonal"):
         get_method("zzz")
 
 
@@ -97,7 +97,7 @@ def test_a_typo_in_an_option_is_met_with_the_nearest(typo, meant):
 
 @pytest.mark.parametrize("name", ["name", "settings", "zzz"])
 def test_what_is_no_option_is_refused_with_all_that_are(name):
-    with pytest.raises(XkfacError, match=f"^'{name}' is no option of a method.*; the options are cross_layer, draws, "):
+    with pytest.raises(XkfacError, match=f"^'{name}' is no option of a method.*; the options are .*cross_layer, draws, "):
         get_method("xkfac", **{name: "x"})
 
 

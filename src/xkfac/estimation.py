@@ -22,9 +22,10 @@ from xkfac.collecting import (
     FactorCollector,
     JointCollector,
     JointMember,
+    MarginalCollector,
     SquareCollector,
 )
-from xkfac.curvature import Curvature, CurvatureKind, Labels, Settings
+from xkfac.curvature import Basis, Curvature, CurvatureKind, Labels, Settings
 from xkfac.errors import UnitError, XkfacError
 from xkfac.factors import Form, Grouping, Moments
 from xkfac.kronecker import Block, Corrected, Kronecker, eigenbasis
@@ -53,6 +54,7 @@ def estimate(
     draws: int = 1,
     statistics: Statistics = "batch",
     cross_layer: bool = False,
+    basis: Basis = "gradients",
     likelihood: str | Likelihood = "categorical",
     merge: bool = True,
     units: bool = True,
@@ -65,14 +67,14 @@ def estimate(
 ) -> Estimate:
     """Estimate the curvature of `model` on the data of `loader`; the model is left as it was, bit by bit.
 
-    `kind` to `cross_layer` are explained at `Settings`; `merge`, `units`, `exclude` and `forward` at `find_units`.
+    `kind` to `basis` are explained at `Settings`; `merge`, `units`, `exclude` and `forward` at `find_units`.
     Factors are accumulated in `dtype`, float32 unless the model is float64, also under autocast. `seed` fixes the
     labels that are drawn. The network runs in evaluation mode but for its BN, which uses mini-batch statistics; a
     batch of a single example has none and runs with the population's.
 
     Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
     """
-    settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer)
+    settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer, basis)
     run = _Run(
         unwrap(model),
         settings,
@@ -246,9 +248,11 @@ class _Run:
     coverage: Coverage | None = None
 
     def first_collector(self, unit: Unit) -> Collector:
-        """Return the collector of a unit's factors, or of its diagonal."""
+        """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""
         if self.settings.kind == "diagonal":
             return SquareCollector(unit, self.dtype)
+        if self.settings.kind == "corrected" and self.settings.basis == "gradients":
+            return MarginalCollector(unit, self.dtype)
         return FactorCollector(unit, self.dtype, self.settings)
 
     def over(

@@ -188,7 +188,9 @@ def _unpacked(
     for key, value in tensors.items():
         path, _, part = key.rpartition("/")
         if path == prefix:
-            named[part] = value.to(torch.promote_types(value.dtype, torch.float32))
+            # Matrix products round by how their operands are aligned, and tensors mapped from a file are not.
+            wide = torch.promote_types(value.dtype, torch.float32)
+            named[part] = value.to(wide, copy=block is not Diagonal)
     for part in filter(functools.partial(_is_factor, block), list(named)):
         named[part] = storage.symmetric(named[part])
         if roots:

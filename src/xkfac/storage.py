@@ -65,7 +65,7 @@ def write(path: str | Path, description: Mapping[str, Any], tensors: Mapping[str
     """
     path = Path(path)
     ready = _own_storage(tensors)
-    text = json.dumps(description, sort_keys=True)
+    text = json.dumps(description)
     version = str(VERSION)
     metadata = {"format": FORMAT, "version": version, "description": text, "digest": _digest(version, text, ready)}
     temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"

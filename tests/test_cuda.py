@@ -1,0 +1,118 @@
+"""On a GPU: a whole training step as a CUDA graph, and without a synchronisation."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.setups import Everything, data, randomise
+from xkfac import Balance, Learner, consolidate
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Step:
+    """A training step with everything that a user may switch on: balance, momentum, weight decay."""
+
+    def __init__(self, model, memory):
+        self.model = model.train()
+        self.learner = Learner(model, memory, damping=1e-3, balance=Balance(interval=2))
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9, weight_decay=1e-4)
+
+    def __call__(self, x, y):
+        self.optimizer.zero_grad()
+        objective = self.learner.objective(F.cross_entropy(self.model(x), y))
+        objective.backward()
+        self.optimizer.step()
+        return objective.detach()
+
+    def tensors(self):
+        return {**self.model.state_dict(), **self.learner.balance.state_dict()}
+
+
+def batches(count, **options):
+    return [(x.cuda(), y.cuda()) for x, y in data(count, 8, (2, 7, 7), **options)]
+
+
+def pair(method="xkfac", **made):
+    """Return two steps at the same state on the GPU."""
+    model = randomise(Everything()).cuda()
+    memory = consolidate(model, batches(2), method, **made)
+    first = Step(model, memory)
+    first.learner.begin(batches(2, shift=1.0, seed=1))
+    second = Step(copy.deepcopy(model), memory)
+    for module in second.model.modules():
+        for handle in [key for key in module._forward_pre_hooks if key not in handles(second)]:
+            del module._forward_pre_hooks[handle]
+    second.learner.load_state_dict(first.learner.state_dict())
+    return first, second
+
+
+def handles(step):
+    return {handle.id for handle in step.learner._handles}
+
+
+@pytest.mark.parametrize("made", [{}, {"form": "mean"}, {"kind": "corrected"}, {"cross_layer": True}])
+def test_replays_of_a_captured_step_are_eager_steps(made):
+    eager, captured = pair(**made)
+    x, y = (tensor.clone() for tensor in batches(1, seed=2)[0])
+    start = {name: tensor.clone() for name, tensor in captured.tensors().items()}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            captured(x, y)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        objective = captured(x, y)
+    for name, tensor in captured.tensors().items():
+        tensor.copy_(start[name])
+    for state in captured.optimizer.state.values():
+        state["momentum_buffer"].zero_()
+    alphas = set()
+    for new_x, new_y in batches(8, shift=1.0, seed=3):
+        x.copy_(new_x)
+        y.copy_(new_y)
+        graph.replay()
+        torch.testing.assert_close(objective, eager(new_x, new_y), rtol=1e-4, atol=1e-5)
+        for name, tensor in eager.tensors().items():
+            torch.testing.assert_close(captured.tensors()[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+        alphas.add((eager.learner.balance.alpha_s.item(), eager.learner.balance.alpha_t.item()))
+    assert len(alphas) > 1
+    assert captured.learner.last_penalty > 0
+
+
+@pytest.mark.parametrize("method", ["xkfac", "kfac", "corrected", "diagonal", "ewc", "fixed-bn", "fine-tuning"])
+def test_a_step_does_not_synchronise(method):
+    step, _ = pair(method)
+    (x, y), *_ = batches(1, seed=2)
+    step(x, y)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(tensor.isfinite().all() for tensor in step.tensors().values())
+
+
+def test_the_value_on_the_gpu_is_that_on_the_cpu():
+    step, _ = pair()
+    other = copy.deepcopy(step.model).cpu()
+    step.learner.close()
+    with torch.no_grad():
+        for one, two in zip(step.model.parameters(), other.parameters(), strict=True):
+            two.add_(0.05 * torch.randn_like(two))
+            one.copy_(two)
+    values = []
+    for model in (step.model, other):
+        for module in model.modules():
+            module._forward_pre_hooks.clear()
+        learner = Learner(model, step.learner.memory)
+        learner.load_state_dict({"begun": True, "balance": None})
+        x, y = (tensor.to(next(model.parameters()).device) for tensor in batches(1, seed=2)[0])
+        learner.objective(F.cross_entropy(model(x), y))
+        values.append(learner.last_penalty.cpu())
+    torch.testing.assert_close(values[0], values[1], rtol=1e-3, atol=1e-5)
