@@ -47,9 +47,7 @@ def randomise(net):
 def mlp(bn=nn.BatchNorm1d):
     """Return a small network of linear layers with BN."""
     return randomise(
-        nn.Sequential(
-            nn.Linear(6, 5, bias=False), bn(5), nn.ReLU(), nn.Linear(5, 4), bn(4), nn.ReLU(), nn.Linear(4, 3)
-        )
+        nn.Sequential(nn.Linear(6, 5, bias=False), bn(5), nn.ReLU(), nn.Linear(5, 4), bn(4), nn.ReLU(), nn.Linear(4, 3))
     )
 
 

@@ -201,7 +201,7 @@ def test_a_renormalized_net_clips_as_its_forward_pass_does(case):
 
 
 def test_a_bn_net_never_clips():
-    net, layer, norm, x, bound = build("conv")
+    _, layer, norm, x, bound = build("conv")
     norm.running_mean += 100
     norm.running_var *= 1e-4
     read = bound.read(layer(x), "brn")

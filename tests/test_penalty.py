@@ -213,7 +213,7 @@ def test_the_upstream_gradient_scales_all_gradients():
 def test_a_second_derivative_is_refused_rather_than_wrong():
     problem = Problem("paper", "eval")
     (first,) = torch.autograd.grad(problem.value(), [problem.net.head.weight], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
         first.sum().backward()
 
 

@@ -150,7 +150,10 @@ def test_counters_flags_and_hooks_stay():
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda net, batches: net.features.__setitem__(1, nn.BatchNorm1d(6, affine=False)), "'features.1' has no gamma"),
+        (
+            lambda net, batches: net.features.__setitem__(1, nn.BatchNorm1d(6, affine=False)),
+            "'features.1' has no gamma",
+        ),
         (lambda net, batches: net.features[1].register_parameter("bias", None), "'features.1' has no gamma and beta"),
         (lambda net, batches: batches[1][0].fill_(float("nan")), "'stem.0' is not finite"),
         (lambda net, batches: batches[2][0][0, 0, 0, 0].fill_(1e30), "'stem.0' is not finite"),

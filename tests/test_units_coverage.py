@@ -41,6 +41,7 @@ FREE = {
     "group norm": (lambda: nn.GroupNorm(2, 4), (N, 4)),
     "instance norm": (lambda: nn.InstanceNorm1d(4, affine=True), (N, 4, 6)),
     "prelu": (lambda: nn.PReLU(), (N, 4)),
+    "embedding": (lambda: Net(lambda m, x: m.table(x.abs().long()), table=nn.Embedding(9, 4)), (N, 4)),
     "attention": (attention, (N, 3, 4)),
     "lstm": (lambda: Net(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 3, batch_first=True)), (N, 3, 4)),
     "a parameter": (lambda: Net(lambda m, x: x * m.scale, scale=weight(4)), (N, 4)),

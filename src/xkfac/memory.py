@@ -81,7 +81,7 @@ class Memory:
         rows = {row.parameter: row for row in self.coverage.rows}
         rows.update({r.parameter: r for r in new.coverage.rows if r.unit != "-" or r.parameter not in rows})
         before = self.curvature.to(device_of(unwrap(model)))
-        anchor, curvature = _in_one_dtype(
+        anchor, curvature = _uniform(
             _anchor(model, units.values()), before.extend(new.curvature, own, others, keep_all=keep_all)
         )
         return replace(
@@ -188,9 +188,7 @@ def _unpacked(
     for key, value in tensors.items():
         path, _, part = key.rpartition("/")
         if path == prefix:
-            # Matrix products round by how their operands are aligned, and tensors mapped from a file are not.
-            wide = torch.promote_types(value.dtype, torch.float32)
-            named[part] = value.to(wide, copy=block is not Diagonal)
+            named[part] = value.to(torch.promote_types(value.dtype, torch.float32))
     for part in filter(functools.partial(_is_factor, block), list(named)):
         named[part] = storage.symmetric(named[part])
         if roots:
@@ -211,7 +209,7 @@ def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> M
         entry = description["joint"]
         joint = khatri_rao(_unpacked("joint", KhatriRao, tensors, roots), entry["rows"], entry["columns"])
         members = entry["units"]
-    anchor, curvature = _in_one_dtype(
+    anchor, curvature = _uniform(
         {unit.name: tensors[f"anchor/{unit.name}"] for unit in units}, Curvature(blocks, joint, tuple(members))
     )
     _check_shapes(units, anchor, curvature)
@@ -282,13 +280,16 @@ def _anchor(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
     return anchor
 
 
-def _in_one_dtype(anchor: Mapping[str, Tensor], curvature: Curvature) -> tuple[Mapping[str, Tensor], Curvature]:
-    """Return both in the widest dtype of either, so that displacements from the anchor meet the curvature's."""
+def _uniform(anchor: Mapping[str, Tensor], curvature: Curvature) -> tuple[Mapping[str, Tensor], Curvature]:
+    """Return both in the widest dtype of either, so that displacements from the anchor meet the curvature's.
+
+    All is laid out row by row, as a file holds it: matrix products round by the layout of their operands, and a memory
+    from a file goes on to the same bits as one in process.
+    """
     dtypes = {tensor.dtype for _, tensor in (*anchor.items(), *curvature.tensors())}
-    if len(dtypes) < 2:
-        return anchor, curvature
-    widest = functools.reduce(torch.promote_types, dtypes)
-    return {name: tensor.to(widest) for name, tensor in anchor.items()}, curvature.to(dtype=widest)
+    widest = functools.reduce(torch.promote_types, dtypes, torch.bfloat16)
+    alike = {name: tensor.to(widest).contiguous() for name, tensor in anchor.items()}
+    return alike, curvature._map(lambda tensor: tensor.to(widest).contiguous())
 
 
 def _unit(entry: Mapping[str, Any]) -> Unit:
@@ -371,7 +372,7 @@ def consolidate(
         seed=seed,
         progress=progress,
     )
-    anchor, curvature = _in_one_dtype(_anchor(model, new.coverage.units), new.curvature)
+    anchor, curvature = _uniform(_anchor(model, new.coverage.units), new.curvature)
     return Memory(anchor, curvature, 1, new.coverage, chosen, likelihood, exclude, new.examples)
 
 

@@ -21,6 +21,20 @@ Interpretation = Literal["bn", "brn", "const", "eval"]
 INTERPRETATIONS: tuple[Interpretation, ...] = ("bn", "brn", "const", "eval")
 
 
+@torch.library.custom_op("xkfac::keep", mutates_args=())
+def _keep(tensor: Tensor) -> Tensor:
+    """Return a copy that a compiler may not compute anew in the backward pass.
+
+    What depends on a buffer would come out different there, since BN has changed its buffers by then.
+    """
+    return tensor.clone()
+
+
+@_keep.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
 @dataclass(frozen=True)
 class Reading:
     """Statistics under which a BN is read, all [C]: W~ = (gamma r / sqrt(var + eps)) w, and so on (eq. mergebrn).
@@ -79,7 +93,8 @@ class BoundUnit:
     def population(self) -> Reading:
         """Return the population statistics, as they are at this moment."""
         # Copies, since the next forward pass changes the buffers in place, maybe before this one's backward pass.
-        return Reading(self.norm.running_mean.clone(), self.norm.running_var.clone())
+        copy = _keep if torch.compiler.is_compiling() else torch.clone
+        return Reading(copy(self.norm.running_mean), copy(self.norm.running_var))
 
     def read(self, input: Tensor, interpretation: Interpretation) -> Reading:
         """Return the reading of the BN for a mini-batch `input` [N, C, ...] that is about to pass it.
@@ -94,14 +109,18 @@ class BoundUnit:
         differentiable = torch.is_grad_enabled()
         if interpretation == "bn":
             return Reading(mean, var, differentiable=differentiable)
-        if isinstance(self.norm, _BatchRenorm):
-            r, d = self.norm.correction(mean.detach(), var.detach())
-            return Reading(mean, var, r, d, differentiable)
         with torch.no_grad():
-            std = (_wide(self.norm.running_var) + self.norm.eps).sqrt()
-            r = (var + self.norm.eps).sqrt() / std
-            d = (mean - _wide(self.norm.running_mean)) / std
+            r, d = self._correction(mean.detach(), var.detach())
+            if torch.compiler.is_compiling():
+                r, d = _keep(r), _keep(d)
         return Reading(mean, var, r, d, differentiable)
+
+    def _correction(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        """Return r and d [C] that bring mini-batch statistics [C] to the population's."""
+        if isinstance(self.norm, _BatchRenorm):
+            return self.norm.correction(mean, var)
+        std = (_wide(self.norm.running_var) + self.norm.eps).sqrt()
+        return (var + self.norm.eps).sqrt() / std, (mean - _wide(self.norm.running_mean)) / std
 
     @property
     def trainable(self) -> bool:
