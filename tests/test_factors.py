@@ -149,7 +149,7 @@ def test_mean_form_is_exact_far_from_the_origin():
 
 
 def test_mean_by_location_needs_the_same_locations():
-    x, g = data(batches=1)
+    x, _ = data(batches=1)
     wide, _ = data(batches=1, positions=5)
     moments = Moments("conv1", GROUPINGS["paper"], "mean")
     moments.add_inputs(x[0])

@@ -253,7 +253,7 @@ def test_an_anchor_is_a_copy():
         (lambda: nn.Sequential(nn.Linear(4, 5), nn.Identity()), "no batch normalization '1'"),
         (lambda: nn.Sequential(nn.Identity(), nn.BatchNorm1d(5)), "no parameter '0.weight'"),
         (lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5)), "no parameter '0.bias'"),
-        (lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(6)), "the model's 1x6x5"),
+        (lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(6)), "number of BN channels is 5, the model's 6"),
     ],
 )
 def test_another_network_is_refused_by_the_name_of_its_unit(other, words):

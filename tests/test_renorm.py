@@ -295,3 +295,21 @@ def test_bfloat16_inputs_under_autocast_have_float32_statistics():
 def test_the_representation_shows_the_schedule():
     text = repr(xkfac.BatchRenorm2d(3, r_max=2.0, warmup=10))
     assert text == "BatchRenorm2d(3, eps=1e-05, momentum=0.1, affine=True, r_max=2.0, d_max=5.0, warmup=10)"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_layer_keeps_the_r_and_d_of_its_forward_pass(backend):
+    """A compiler that computed them anew in the backward pass would read statistics that have moved since."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), xkfac.BatchRenorm1d(4), nn.Tanh(), nn.Linear(4, 2)).train()
+    net[1].num_batches_tracked.fill_(100_000)
+    net[1].running_mean.normal_()
+    net[1].running_var.uniform_(0.5, 2)
+    x, gradients = torch.randn(6, 3), []
+    for compiled in (False, True):
+        model = copy.deepcopy(net)
+        run = torch.compile(model, backend=backend) if compiled else model
+        run(x).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for eager, ours in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from xkfac.kronecker import Kronecker, Term
 from tests import oracles
+from xkfac.kronecker import Kronecker, Term
 
 
 def bn_net(widths=(3, 4, 3, 2)):

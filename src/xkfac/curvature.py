@@ -56,10 +56,23 @@ class Settings:
         ):
             if getattr(self, name) not in choices:
                 raise XkfacError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}")
+        if not isinstance(self.draws, int):
+            raise XkfacError(f"draws is {self.draws!r}; it must be a whole number")
         if self.draws < 1:
             raise XkfacError(f"draws must be at least 1, not {self.draws}")
+        if not isinstance(self.cross_layer, bool):
+            raise XkfacError(f"cross_layer is {self.cross_layer!r}; it must be True or False")
         if self.draws > 1 and self.labels != "sampled":
             raise XkfacError(f"draws={self.draws} goes with labels='sampled', not '{self.labels}'")
+        for names, used in (
+            (("form", "grouping"), self.kind == "xkfac" or (self.kind, self.basis) == ("corrected", "factors")),
+            (("basis",), self.kind == "corrected"),
+        ):
+            for name in names:
+                if not used and getattr(self, name) != getattr(type(self), name):
+                    raise XkfacError(
+                        f"{name}='{getattr(self, name)}' has no effect on kind '{self.kind}'; leave it out"
+                    )
         if self.cross_layer and self.kind not in ("xkfac", "kfac"):
             raise XkfacError(f"cross_layer goes with kind 'xkfac' or 'kfac', not '{self.kind}'")
 
@@ -147,5 +160,8 @@ def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: boo
             f"unit '{name}' has a {type(a).__name__} block on one side and a {type(b).__name__} block on the other; "
             "estimate both the same way"
         )
-    combined: Block = a.scale(own).join(b.scale(others)) if keep_all else a.average(b, own, others)
+    try:
+        combined: Block = a.scale(own).join(b.scale(others)) if keep_all else a.average(b, own, others)
+    except XkfacError as error:
+        raise XkfacError(f"unit '{name}': {error}") from None
     return combined

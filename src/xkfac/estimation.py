@@ -31,7 +31,8 @@ from xkfac.factors import Form, Grouping, Moments
 from xkfac.kronecker import Block, Corrected, Kronecker, eigenbasis
 from xkfac.likelihood import Likelihood, get_likelihood
 from xkfac.passes import Progress, Statistics, batches, device_of, set_mode, untouched, unwrap
-from xkfac.units import Coverage, Trace, Unit, find_units, read_call
+from xkfac.tracing import Trace, read_call
+from xkfac.units import Coverage, Unit, find_units
 
 
 @dataclass
@@ -89,6 +90,7 @@ def estimate(
         collectors, examples = run.over(loader, run.first_collector, **feed)
         curvature = collectors.curvature()
         if kind == "corrected":
+            _check_finite(curvature)  # eigh does not take what is not finite
             bases = {name: _basis(block) for name, block in curvature.blocks.items()}
             collectors, again = run.over(
                 loader, lambda unit: SquareCollector(unit, run.dtype, bases[unit.name]), **feed
@@ -99,14 +101,18 @@ def estimate(
                     f"{again}; use a loader that can be iterated again"
                 )
             curvature = collectors.curvature()
+    _check_finite(curvature)
+    assert run.coverage is not None
+    return Estimate(curvature, run.coverage, examples)
+
+
+def _check_finite(curvature: Curvature) -> None:
     for unit, tensor in curvature.tensors():
         if not bool(tensor.isfinite().all()):
             raise XkfacError(
                 f"the factors of unit '{unit}' are not finite; check the data and the network's outputs, or estimate "
                 "in float32 instead of a reduced precision"
             )
-    assert run.coverage is not None
-    return Estimate(curvature, run.coverage, examples)
 
 
 def _wide_dtype(model: nn.Module) -> torch.dtype:
@@ -202,6 +208,11 @@ class _Capture(Trace):
 
     def _tap(self, unit: Unit, output: Tensor) -> Tensor:
         """Return `output` with a hook that catches its gradient, also where an in-place operation follows."""
+        if output.shape[0] != self.examples:
+            raise UnitError(
+                f"unit '{unit.name}' gave {output.shape[0]} rows for a batch of {self.examples} examples; a BN that "
+                "splits its batch has no merged weight, so use a plain BatchNorm layer, or exclude it"
+            )
         if not output.requires_grad:  # a BN without parameters of its own
             leaf = output.detach().requires_grad_()
             self.leaves.append(leaf)

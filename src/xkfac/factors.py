@@ -33,7 +33,8 @@ from torch import Tensor
 
 from xkfac.errors import UnitError
 from xkfac.kronecker import Term, root_term, symmetrised
-from xkfac.units import Convolution, Unit
+from xkfac.tracing import Convolution
+from xkfac.units import Unit
 
 Grouping = Literal["paper", "pooled", "hierarchical"]
 Form = Literal["paper", "mean"]

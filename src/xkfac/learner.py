@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from xkfac.merging import BoundUnit, Interpretation, Reading, bind, norm_input, 
 from xkfac.methods import get_method
 from xkfac.passes import Progress, device_of, norms_of, unwrap
 from xkfac.penalty import Penalty
+from xkfac.units import as_patterns
 
 Keep = Literal["average", "all"]
 
@@ -293,19 +295,24 @@ class Learner:
         if keep not in ("average", "all"):
             raise XkfacError(f"keep is '{keep}'; it must be 'average' or 'all'")
         self.close()
+        memory = replace(
+            self.memory,
+            likelihood=self.memory.likelihood if likelihood is None else get_likelihood(likelihood),
+            exclude=self.memory.exclude if exclude is None else as_patterns(exclude),
+        )
         new = estimate_for(
             self.method,
             self.model,
             loader,
-            likelihood=self.memory.likelihood if likelihood is None else get_likelihood(likelihood),
-            exclude=self.memory.exclude if exclude is None else exclude,
+            likelihood=memory.likelihood,
+            exclude=memory.exclude,
             forward=forward,
             max_batches=max_batches,
             dtype=dtype,
             seed=seed,
             progress=progress,
         )
-        return self.memory.extend(self.model, new, *self.importance, keep_all=keep == "all")
+        return memory.extend(self.model, new, *self.importance, keep_all=keep == "all")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint in the middle of a task needs beside the model's and the optimizer's state."""

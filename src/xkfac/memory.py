@@ -21,7 +21,8 @@ from xkfac.likelihood import LIKELIHOODS, Likelihood, get_likelihood
 from xkfac.merging import anchor_of, bind
 from xkfac.methods import Method, get_method
 from xkfac.passes import Progress, device_of, unwrap
-from xkfac.units import Convolution, Coverage, Row, Unit
+from xkfac.tracing import Convolution
+from xkfac.units import Coverage, Row, Unit, as_patterns
 
 _BLOCKS: dict[str, type[Block]] = {"kronecker": Kronecker, "diagonal": Diagonal, "corrected": Corrected}
 _STORED = (torch.float32, torch.bfloat16, torch.float64)
@@ -359,7 +360,7 @@ def consolidate(
     """
     chosen = get_method(method, **changes)
     likelihood = get_likelihood(likelihood)
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    exclude = as_patterns(exclude)
     new = estimate_for(
         chosen,
         model,

@@ -14,25 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from xkfac.batches import Forward, default_forward
 from xkfac.errors import MismatchError, UnitError
 from xkfac.passes import Progress, batches, device_of, norms_of, untouched, unwrap
-from xkfac.renorm import _BatchRenorm
+from xkfac.renorm import _BatchRenorm, keep
 from xkfac.units import Unit
 
 Interpretation = Literal["bn", "brn", "const", "eval"]
 INTERPRETATIONS: tuple[Interpretation, ...] = ("bn", "brn", "const", "eval")
-
-
-@torch.library.custom_op("xkfac::keep", mutates_args=())
-def _keep(tensor: Tensor) -> Tensor:
-    """Return a copy that a compiler may not compute anew in the backward pass.
-
-    What depends on a buffer would come out different there, since BN has changed its buffers by then.
-    """
-    return tensor.clone()
-
-
-@_keep.register_fake
-def _(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor)
 
 
 @dataclass(frozen=True)
@@ -57,14 +43,18 @@ class BoundUnit:
         self.unit = unit
         self._weight = _locate(model, unit, unit.weight)
         self._bias = _locate(model, unit, unit.bias)
-        self.norm: Any = None
-        if unit.norm is not None:
-            self.norm = _norm_at(model, unit)
-        shape = tuple(self._matrix_shape())
-        if shape != unit.shape:
+        self.norm: Any = None if unit.norm is None else _norm_at(model, unit)
+        if unit.convolution is not None:
+            self._check("kernel", unit.convolution.kernel, self.weight.shape[2:])
+        self._check("merged weight", unit.shape, self._matrix_shape())
+        if self.norm is not None:
+            self._check("number of BN channels", (unit.shape[0] * unit.shape[1],), (int(self.norm.num_features),))
+
+    def _check(self, what: str, memory: Iterable[int], model: Iterable[int]) -> None:
+        if tuple(memory) != tuple(model):
             raise MismatchError(
-                f"unit '{unit.name}': the memory's merged weight is {_times(unit.shape)}, the model's {_times(shape)}; "
-                "is this the network that the memory was made from?"
+                f"unit '{self.unit.name}': the memory's {what} is {_times(memory)}, the model's {_times(model)}; is "
+                "this the network that the memory was made from?"
             )
 
     @property
@@ -86,15 +76,12 @@ class BoundUnit:
         if self.unit.kind == "free":
             return (1, 1, self.weight.numel())
         rows, columns = self.weight.shape[0], self.weight[0].numel()
-        if self.norm is not None and self.norm.num_features != rows:
-            rows = self.norm.num_features
         return (groups, rows // groups, columns + self.unit.homogeneous)
 
     def population(self) -> Reading:
         """Return the population statistics, as they are at this moment."""
         # Copies, since the next forward pass changes the buffers in place, maybe before this one's backward pass.
-        copy = _keep if torch.compiler.is_compiling() else torch.clone
-        return Reading(copy(self.norm.running_mean), copy(self.norm.running_var))
+        return Reading(keep(self.norm.running_mean.clone()), keep(self.norm.running_var.clone()))
 
     def read(self, input: Tensor, interpretation: Interpretation) -> Reading:
         """Return the reading of the BN for a mini-batch `input` [N, C, ...] that is about to pass it.
@@ -111,8 +98,6 @@ class BoundUnit:
             return Reading(mean, var, differentiable=differentiable)
         with torch.no_grad():
             r, d = self._correction(mean.detach(), var.detach())
-            if torch.compiler.is_compiling():
-                r, d = _keep(r), _keep(d)
         return Reading(mean, var, r, d, differentiable)
 
     def _correction(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +105,7 @@ class BoundUnit:
         if isinstance(self.norm, _BatchRenorm):
             return self.norm.correction(mean, var)
         std = (_wide(self.norm.running_var) + self.norm.eps).sqrt()
-        return (var + self.norm.eps).sqrt() / std, (mean - _wide(self.norm.running_mean)) / std
+        return keep((var + self.norm.eps).sqrt() / std), keep((mean - _wide(self.norm.running_mean)) / std)
 
     @property
     def trainable(self) -> bool:
@@ -321,7 +306,7 @@ def _locate(model: nn.Module, unit: Unit, name: str | None) -> tuple[nn.Module, 
         ) from None
 
 
-def _norm_at(model: nn.Module, unit: Unit) -> nn.Module:
+def _norm_at(model: nn.Module, unit: Unit) -> Any:
     assert unit.norm is not None
     try:
         norm = model.get_submodule(unit.norm)
@@ -331,5 +316,10 @@ def _norm_at(model: nn.Module, unit: Unit) -> nn.Module:
         raise MismatchError(
             f"unit '{unit.name}': the model has no batch normalization '{unit.norm}'; is this the network that the "
             "memory was made from?"
+        )
+    if norm.running_mean is None:
+        raise MismatchError(
+            f"unit '{unit.name}': the model's '{unit.norm}' has no running statistics; build it with "
+            "track_running_stats=True"
         )
     return norm

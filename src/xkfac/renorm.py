@@ -17,6 +17,24 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from xkfac.errors import UnitError
 
 
+@torch.library.custom_op("xkfac::keep", mutates_args=())
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+@_kept.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """Return `tensor` such that a compiler may not compute it anew in the backward pass.
+
+    What depends on a running statistic would come out different there, since BN has changed it by then.
+    """
+    return _kept(tensor) if torch.compiler.is_compiling() else tensor
+
+
 class _BatchRenorm(_NormBase):
     """Batch renormalization over a mini-batch [N, C, ...].
 
@@ -88,7 +106,7 @@ class _BatchRenorm(_NormBase):
             std = (self.running_var + self.eps).sqrt()
             r = ((var + self.eps).sqrt() / std).clamp(1 / r_limit, r_limit)
             d = ((mean - self.running_mean) / std).clamp(-d_limit, d_limit)
-        return r, d
+        return keep(r), keep(d)
 
     def _track(self, mean: Tensor, var: Tensor, count: int) -> None:
         """Move the population statistics towards those of a mini-batch of `count` values a channel."""

@@ -11,34 +11,22 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from xkfac.batches import Forward, default_forward, size_of, tensors, to_device
 from xkfac.errors import UnitError
 from xkfac.passes import device_of, norms_of, untouched, unwrap
+from xkfac.tracing import Call, Convolution, Trace, read_call
 
 Kind = Literal["linear", "conv", "norm", "free"]
 
-_CONVOLUTIONS: dict[Callable[..., Any], int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 _SAME_TENSOR = (Tensor.contiguous, Tensor.to, Tensor.float, Tensor.double, Tensor.type_as)
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """The geometry of a convolution, each field with one entry a spatial dimension."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -90,95 +78,6 @@ class Coverage:
         text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         total = sum(row.size for row in self.rows)
         return "\n".join([*text, f"{len(self.units)} units, {len(self.rows)} parameters, {total:,} numbers"])
-
-
-@dataclass
-class Call:
-    """One call of a linear map in a forward pass."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    convolution: Convolution | None = None
-    groups: int = 1
-
-
-def read_call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    """Return the call of a linear map that a torch function is, or None for any other function."""
-    if function is F.linear:
-        return _linear(*args, **kwargs)
-    if function in _CONVOLUTIONS:
-        return _conv(_CONVOLUTIONS[function], *args, **kwargs)
-    return None
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
-    return Call(input, weight, bias)
-
-
-def _conv(
-    rank: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Call:
-    kernel = tuple(weight.shape[2:])
-    dilations = _each(dilation, rank)
-    if padding == "same":
-        totals = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
-        pads = tuple((total // 2, total - total // 2) for total in totals)
-    else:
-        pads = tuple((p, p) for p in _each(0 if padding == "valid" else padding, rank))
-    return Call(input, weight, bias, Convolution(kernel, _each(stride, rank), pads, dilations), groups)
-
-
-def _each(value: Any, rank: int) -> tuple[int, ...]:
-    values = (value,) * rank if isinstance(value, int) else tuple(value)
-    return values * rank if len(values) == 1 else values
-
-
-class Trace(TorchFunctionMode):
-    """Watches the torch functions of a forward pass; `norm` is the path of the BN that is running, if any."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.norm: str | None = None
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a torch function through `watch`."""
-        return self.watch(func, args, kwargs or {})
-
-    def watch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one torch function; a subclass looks at it and may replace its result."""
-        raise NotImplementedError
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Watch what runs inside; hooks that tell which BN runs are gone afterwards."""
-        handles = []
-
-        def enter(path: str) -> Callable[[nn.Module, Any], None]:
-            return lambda module, inputs: setattr(self, "norm", path)
-
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            self.norm = None
-
-        try:
-            for path, norm in norms_of(self.model).items():
-                handles.append(norm.register_forward_pre_hook(enter(path)))
-                handles.append(norm.register_forward_hook(leave))
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 @dataclass
@@ -415,9 +314,14 @@ def _check_norm(trace: _Discovery, path: str, size: int) -> None:
         raise UnitError(f"'{path}' {fault}, or exclude '{path}'")
 
 
+def as_patterns(exclude: Iterable[str]) -> tuple[str, ...]:
+    """Return the patterns of `exclude`, which may be a single one."""
+    return (exclude,) if isinstance(exclude, str) else tuple(exclude)
+
+
 def _excluded(model: nn.Module, exclude: Iterable[str]) -> set[str]:
     """Return the parameters and BN layers that the patterns match; an unknown pattern is an error with a suggestion."""
-    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
+    patterns = as_patterns(exclude)
     first = {parameter: name for name, parameter in model.named_parameters()}
     known = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
     known |= {path: path for path in norms_of(model)}
