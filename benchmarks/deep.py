@@ -18,7 +18,7 @@ import json
 import statistics
 import time
 import zipfile
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -252,7 +252,7 @@ def tables(record: dict[str, Any]) -> str:
     lines = [f"Source network: {record['before']:.1f}% before.", ""]
     lines += ["| curvature | penalty times | source | target | runs |", "|---|---|---|---|---|"]
     groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for run in record["runs"]:
+    for run in sorted(record["runs"], key=lambda run: (run["strength"], list(VARIANTS).index(run["variant"]))):
         groups.setdefault((run["variant"], run["strength"]), []).append(run)
     for (variant, strength), runs in groups.items():
         cells = []
@@ -286,6 +286,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--damping", type=float, default=1e-4)
     parser.add_argument("--curvature-batches", type=int, default=300)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
     parser.add_argument("--strengths", type=float, nargs="+", default=[1.0, 10.0])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=8)
@@ -316,13 +317,15 @@ def main() -> None:
     jobs = [
         (state, variant, strength, seed, options)
         for strength in options.strengths
-        for variant in VARIANTS
+        for variant in options.variants
         if not (variant in unpenalised and strength != options.strengths[0])
         for seed in range(options.seeds)
     ]
+    record["runs"] = []
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        record["runs"] = [future.result() for future in [pool.submit(learn, *job) for job in jobs]]
-    (options.output / "results.json").write_text(json.dumps(record, indent=1))
+        for future in as_completed([pool.submit(learn, *job) for job in jobs]):
+            record["runs"].append(future.result())
+            (options.output / "results.json").write_text(json.dumps(record, indent=1))
     text = tables(record)
     (options.output / "table.md").write_text(text + "\n")
     print(text)
