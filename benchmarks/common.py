@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import subprocess
@@ -76,7 +77,7 @@ def provenance() -> dict[str, str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "command": shlex.join(["python", *sys.argv]),
-        "commit": git("rev-parse", "--short", "HEAD") + changed,
+        "commit": (git("rev-parse", "--short", "HEAD") or os.environ.get("GIT_COMMIT", "unknown")) + changed,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": f"{device}, {torch.get_num_threads()} threads",
