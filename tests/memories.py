@@ -11,11 +11,11 @@ from xkfac.kronecker import parts
 
 VARIANTS = {
     **{name: {"method": name} for name in xkfac.METHODS},
-    "mean": {"form": "mean"},
-    "pooled": {"grouping": "pooled"},
-    "hierarchical": {"grouping": "hierarchical"},
+    "paper": {"form": "paper"},
+    "pooled": {"grouping": "pooled", "form": "paper"},
+    "hierarchical": {"grouping": "hierarchical", "form": "paper"},
     "mean-hierarchical": {"grouping": "hierarchical", "form": "mean"},
-    "cross-layer": {"cross_layer": True},
+    "cross-layer": {"cross_layer": True, "form": "paper"},
     "cross-layer-mean": {"cross_layer": True, "form": "mean"},
 }
 
@@ -65,7 +65,7 @@ def make(kind="mlp", seed=0, dtype=torch.float32):
     return net, *tasks
 
 
-def consolidated(net, data, variant="xkfac", **options):
+def consolidated(net, data, variant="paper", **options):
     return xkfac.consolidate(net, data, **{**VARIANTS[variant], **options})
 
 

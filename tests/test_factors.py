@@ -8,7 +8,7 @@ from torch import nn
 
 from tests import oracles
 from xkfac.errors import UnitError
-from xkfac.factors import GROUPINGS, KFAC, Moments, batch_gradient, gram, unit_gradients, unit_inputs, unroll
+from xkfac.factors import GROUPINGS, KFAC, Gram, Moments, batch_gradient, unit_gradients, unit_inputs, unroll
 from xkfac.units import Convolution, find_units
 
 GROUPS, SIZE, POSITIONS, COLUMNS, ROWS = 2, 4, 3, 3, 2
@@ -203,6 +203,19 @@ def test_unit_formats():
     assert torch.equal(unit_inputs(units["4"], flat, h.dtype), oracles.unit_inputs(net[4], flat, True))
 
 
-def test_gram_is_exactly_symmetric():
-    matrix = gram(torch.randn(2, 50, 7, 33))
-    assert torch.equal(matrix, matrix.mT)
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.lists(st.integers(1, 200), min_size=1, max_size=6), seed=st.integers(0, 10**6))
+def test_gram_adds_many_and_few_vectors_alike_and_is_exactly_symmetric(sizes, seed):
+    torch.manual_seed(seed)
+    gram, expected = Gram(), 0
+    for size in sizes:
+        blocks = torch.randn(2, size, 1, 3).double()
+        gram.add(blocks, 1 / size)
+        expected = expected + torch.einsum("gnsi,gnsj->gij", blocks, blocks) / size
+    mean = gram.mean(4)
+    torch.testing.assert_close(mean, expected / 4)
+    assert torch.equal(mean, mean.mT)
+
+
+def test_a_gram_of_nothing_is_none():
+    assert Gram().mean(1) is None

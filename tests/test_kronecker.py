@@ -75,11 +75,34 @@ def test_dense_matrix_follows_the_definition_of_the_kronecker_product():
 
 
 def test_average_of_kronecker_factors_is_factor_by_factor():
-    a, b = kronecker(), kronecker()
+    a, b = (Kronecker(tuple(Term(psd(COLUMNS), psd(ROWS)) for _ in range(2))) for _ in range(2))
     averaged = a.average(b, 0.75, 0.25)
     for ours, first, second in zip(averaged.terms, a.terms, b.terms, strict=True):
-        torch.testing.assert_close(ours.dense_left, 0.75 * first.dense_left + 0.25 * second.dense_left)
+        torch.testing.assert_close(ours.left, 0.75 * first.left + 0.25 * second.left)
         torch.testing.assert_close(ours.right, 0.75 * first.right + 0.25 * second.right)
+
+
+@pytest.mark.parametrize("weights", [(0.75, 0.25), (2.0, 0.5)])
+def test_average_of_covariances_and_means_is_that_of_the_united_population(weights):
+    """Of samples x weighted by their task: A, S and M of the union, the sum S + M being the average of A exactly."""
+    own, others = weights
+    samples = [torch.randn(1, 50, COLUMNS).double() + shift for shift in (1.0, -2.0)]
+    blocks = []
+    for x in samples:
+        mean = x.mean(1, keepdim=True)
+        covariance = (x - mean).mT @ (x - mean) / 50
+        blocks.append(Kronecker((Term(covariance, psd(ROWS, 1)), Term(mean, psd(ROWS, 1), low_rank=True))))
+    fine, coarse = blocks[0].average(blocks[1], own, others).terms
+    first, second = (x.mean(1, keepdim=True) for x in samples)
+    union = (own * first + others * second) / (own + others)
+    deviations = [x - union for x in samples]
+    scatter = own * deviations[0].mT @ deviations[0] / 50 + others * deviations[1].mT @ deviations[1] / 50
+    torch.testing.assert_close(fine.left, scatter)
+    torch.testing.assert_close(coarse.dense_left, (own + others) * union.mT @ union)
+    total = own * samples[0].mT @ samples[0] / 50 + others * samples[1].mT @ samples[1] / 50
+    torch.testing.assert_close(fine.left + coarse.dense_left, total)
+    assert coarse.low_rank
+    assert coarse.left.shape == (1, 1, COLUMNS)
 
 
 def test_join_is_the_exact_sum():
@@ -106,11 +129,6 @@ def test_roots_stay_roots_only_while_they_are_cheaper():
     right = psd(ROWS)
     assert root_term(torch.randn(GROUPS, 2, COLUMNS).double(), right).low_rank
     assert not root_term(torch.randn(GROUPS, 3, COLUMNS).double(), right).low_rank
-    term = root_term(torch.randn(GROUPS, 1, COLUMNS).double(), right)
-    for _ in range(5):
-        term = term.average(root_term(torch.randn(GROUPS, 1, COLUMNS).double(), right), 0.5, 0.5)
-    assert not term.low_rank
-    assert term.left.shape == (GROUPS, COLUMNS, COLUMNS)
 
 
 def test_khatri_rao_blocks():

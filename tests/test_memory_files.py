@@ -30,7 +30,7 @@ def test_saved_memories_come_back_exactly(tmp_path, kind, variant, dtype):
     assert_equal(loaded, memory)
     new = consolidated(net, second, variant)
     new = Estimate(new.curvature, new.coverage, new.examples)
-    extended = memory.extend(net, new, 0.5, 0.5, keep_all=variant in ("mean", "cross-layer", "kfac"))
+    extended = memory.extend(net, new, 0.5, 0.5, keep_all=variant in ("xkfac", "cross-layer", "kfac"))
     extended.save(tmp_path / "memory")
     assert_equal(Memory.load(tmp_path / "memory", net), extended)
 
@@ -61,7 +61,7 @@ def test_files_are_saved_over_themselves_and_stay_the_same(tmp_path):
 
 def test_terms_that_share_a_root_are_saved(tmp_path):
     net, data, _ = make("conv")
-    memory = consolidated(net, data, "mean")
+    memory = consolidated(net, data, "xkfac")
     same = Estimate(memory.curvature, memory.coverage, memory.examples)
     extended = memory.extend(net, same, 0.5, 0.5, keep_all=True)
     extended.save(tmp_path / "memory")
@@ -107,7 +107,7 @@ def test_files_hold_triangles(tmp_path, kind, dtype, bytes_each):
 
 def test_bfloat16_keeps_the_anchor_and_rounds_the_factors(tmp_path):
     net, data, _ = make("conv")
-    for variant in ("xkfac", "mean", "cross-layer"):
+    for variant in ("xkfac", "paper", "cross-layer"):
         memory = consolidated(net, data, variant)
         memory.save(tmp_path / "memory", torch.bfloat16)
         loaded = Memory.load(tmp_path / "memory", net)

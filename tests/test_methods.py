@@ -15,9 +15,9 @@ def test_the_table_names_its_methods():
     assert all(method.name == name for name, method in METHODS.items())
 
 
-def test_xkfac_is_the_papers():
+def test_xkfac_is_the_papers_method_in_the_mean_form():
     method = METHODS["xkfac"]
-    assert method.settings == Settings("xkfac", "paper", "paper", "sampled", 1, "batch", False)
+    assert method.settings == Settings("xkfac", "mean", "paper", "sampled", 1, "batch", False)
     assert (method.interpretation, method.recentre, method.merge, method.units) == ("brn", True, True, True)
     assert (method.penalised, method.fixed_bn) == (True, False)
 
@@ -43,10 +43,10 @@ def test_a_method_is_found_by_name_and_by_itself(name):
 
 
 def test_changes_reach_the_method_and_its_settings_and_not_the_table():
-    changed = get_method("xkfac", form="mean", draws=3, interpretation="bn", recentre=False)
-    assert changed == Method("xkfac", Settings(form="mean", draws=3), interpretation="bn", recentre=False)
+    changed = get_method("xkfac", form="paper", draws=3, interpretation="bn", recentre=False)
+    assert changed == Method("xkfac", Settings(form="paper", draws=3), interpretation="bn", recentre=False)
     assert METHODS["xkfac"] == Method("xkfac")
-    assert get_method(changed, form="paper", draws=1, interpretation="brn", recentre=True) == METHODS["xkfac"]
+    assert get_method(changed, form="mean", draws=1, interpretation="brn", recentre=True) == METHODS["xkfac"]
 
 
 @pytest.mark.parametrize("interpretation", INTERPRETATIONS)
@@ -135,7 +135,7 @@ def test_bad_values_are_refused(option, value, sentence):
         ),
         ("xkfac", {"units": False}, "units=False penalises every parameter by itself, .*; pass kind='diagonal'"),
         ("ewc", {"kind": "kfac"}, "units=False penalises every parameter by itself, which has no kfac factors"),
-        ("fine-tuning", {"form": "mean"}, "penalised=False has no curvature, so its options have no effect"),
+        ("fine-tuning", {"form": "paper"}, "penalised=False has no curvature, so its options have no effect"),
         ("fine-tuning", {"merge": False}, "penalised=False has no curvature, so its options have no effect"),
         ("xkfac", {"labels": "exact", "draws": 2}, "draws=2 goes with labels='sampled', not 'exact'"),
         ("diagonal", {"cross_layer": True}, "cross_layer goes with kind 'xkfac' or 'kfac', not 'diagonal'"),

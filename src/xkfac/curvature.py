@@ -37,7 +37,7 @@ class Settings:
     """
 
     kind: CurvatureKind = "xkfac"
-    form: Form = "paper"
+    form: Form = "mean"
     grouping: Grouping = "paper"
     labels: Labels = "sampled"
     draws: int = 1

@@ -30,7 +30,7 @@ from xkfac.errors import UnitError, XkfacError
 from xkfac.factors import Form, Grouping, Moments
 from xkfac.kronecker import Block, Corrected, Kronecker, eigenbasis
 from xkfac.likelihood import Likelihood, get_likelihood
-from xkfac.passes import Progress, Statistics, batches, device_of, set_mode, untouched, unwrap
+from xkfac.passes import Progress, Statistics, batches, device_of, full_precision, set_mode, untouched, unwrap
 from xkfac.tracing import Trace, read_call
 from xkfac.units import Coverage, Unit, find_units
 
@@ -49,7 +49,7 @@ def estimate(
     loader: Iterable[Any],
     kind: CurvatureKind = "xkfac",
     *,
-    form: Form = "paper",
+    form: Form = "mean",
     grouping: Grouping = "paper",
     labels: Labels = "sampled",
     draws: int = 1,
@@ -88,10 +88,11 @@ def estimate(
     with untouched(run.model):
         feed = {"max_batches": max_batches, "progress": progress}
         collectors, examples = run.over(loader, run.first_collector, **feed)
-        curvature = collectors.curvature()
+        with full_precision(device_of(run.model)):
+            curvature = collectors.curvature()
+            _check_finite(curvature)
+            bases = {name: _basis(block) for name, block in curvature.blocks.items()} if kind == "corrected" else {}
         if kind == "corrected":
-            _check_finite(curvature)  # eigh does not take what is not finite
-            bases = {name: _basis(block) for name, block in curvature.blocks.items()}
             collectors, again = run.over(
                 loader, lambda unit: SquareCollector(unit, run.dtype, bases[unit.name]), **feed
             )
@@ -174,8 +175,10 @@ class _Capture(Trace):
                     f"unit '{unit.name}' ran {len(self._inputs.get(unit.name, ()))} times on this batch but "
                     f"{unit.calls} on the first; exclude it, or make the network run the same layers on every batch"
                 )
-        if self.collectors.joint is not None and self.collectors.joint.units:
-            self.collectors.joint.flush_inputs()
+        joint = self.collectors.joint
+        if joint is not None and joint.units:
+            with full_precision(device_of(self.model)):
+                joint.flush_inputs()
 
     def _see_input(self, unit: Unit, input: Tensor) -> None:
         if not torch.is_grad_enabled():
@@ -191,7 +194,7 @@ class _Capture(Trace):
         seen = self._inputs.setdefault(unit.name, [])
         seen.append(input.detach())
         if len(seen) == unit.calls:
-            with torch.no_grad(), _full_precision(input):
+            with torch.no_grad(), full_precision(input.device):
                 self.collectors.of[unit.name].inputs(seen)
 
     def _wake(self, input: Tensor, *candidates: Any) -> None:
@@ -226,7 +229,7 @@ class _Capture(Trace):
         seen[call] = gradient.detach()
         if len(seen) == unit.calls:
             del self._gradients[unit.name]
-            with torch.no_grad(), _full_precision(gradient):
+            with torch.no_grad(), full_precision(gradient.device):
                 self.collectors.of[unit.name].gradients([seen[k] for k in sorted(seen)], self.weight)
 
     def end_backward(self) -> None:
@@ -234,15 +237,13 @@ class _Capture(Trace):
         for name, seen in list(self._gradients.items()):
             some = next(iter(seen.values()))
             calls = range(len(self._inputs[name]))
-            with torch.no_grad(), _full_precision(some):
+            with torch.no_grad(), full_precision(some.device):
                 self.collectors.of[name].gradients([seen.get(k, torch.zeros_like(some)) for k in calls], self.weight)
         self._gradients.clear()
-        if self.collectors.joint is not None and self.collectors.joint.units:
-            self.collectors.joint.flush_gradients(self.weight)
-
-
-def _full_precision(tensor: Tensor) -> torch.autocast:
-    return torch.autocast(tensor.device.type, enabled=False)
+        joint = self.collectors.joint
+        if joint is not None and joint.units:
+            with full_precision(device_of(self.model)):
+                joint.flush_gradients(self.weight)
 
 
 @dataclass

@@ -107,14 +107,48 @@ def batch_gradient(x: Tensor, g: Tensor) -> Tensor:
     return g.flatten(1, 2).mT @ x.flatten(1, 2)
 
 
-def gram(blocks: Tensor) -> Tensor:
-    """Return sum over blocks of v v^T, [groups, F, F], for blocks [groups, ., ., F]."""
-    flat = blocks.flatten(1, 2)
-    return symmetrised(flat.mT @ flat)
+class Gram:
+    """Accumulates sum of scale * v v^T over vectors v, [groups, F, F]; a few vectors at a time wait for more."""
+
+    _wait = 128
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._waiting: list[Tensor] = []
+
+    def add(self, blocks: Tensor, scale: float) -> None:
+        """Take the vectors [groups, ., ., F]."""
+        rows = blocks.flatten(1, 2)
+        if rows.shape[1] < self._wait:
+            self._waiting.append(rows * scale**0.5)
+            if sum(few.shape[1] for few in self._waiting) >= self._wait:
+                self._flush()
+        else:
+            self._accumulate(rows, scale)
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._accumulate(torch.cat(self._waiting, 1), 1.0)
+            self._waiting = []
+
+    def _accumulate(self, rows: Tensor, scale: float) -> None:
+        if self._total is None:
+            self._total = (rows.mT @ rows).mul_(scale)
+        else:
+            self._total.baddbmm_(rows.mT, rows, alpha=scale)
+
+    def mean(self, count: int) -> Tensor | None:
+        """Return the sum over `count`, exactly symmetric; None if nothing was taken."""
+        self._flush()
+        return None if self._total is None else symmetrised(self._total / count)
 
 
 def _over(blocks: Tensor, level: Level) -> Tensor:
     return blocks.mean(level, keepdim=True) if level else blocks
+
+
+def _blocks(tensor: Tensor) -> int:
+    return tensor.shape[1] * tensor.shape[2]
 
 
 class Moments:
@@ -128,71 +162,67 @@ class Moments:
         self.name = name
         self.levels = levels
         self.population = form == "mean" and len(levels) > 1
-        self._left: list[Tensor] = []
-        self._right: list[Tensor] = []
-        self._mean: Tensor | None = None
-        self._positions = 1
+        self._left = [Gram() for _ in levels]
+        self._right = [Gram() for _ in levels]
         self._examples = 0
+        self._positions = 1
+        # In the mean form inputs are taken from a fixed point, the first batch's mean, and the population's mean is
+        # known at the end: the covariance is then no difference of large numbers, and no batch is looked at twice.
+        self._origin: Tensor | None = None
+        self._drift: Tensor | None = None
 
     def add_inputs(self, x: Tensor) -> None:
         """Take the inputs x [groups, N, S, D] of one batch."""
         _, examples, positions, _ = x.shape
         means = [_over(x, level) for level in self.levels]
-        finer = [mean - coarser for mean, coarser in pairwise(means)]
-        # Scaled such that a level's blocks stand for all N * S elements: an average over blocks times N * S.
-        scales = [examples * positions / (mean.shape[1] * mean.shape[2]) for mean in means]
-        grams = [gram(part) * scale for part, scale in zip([*finer, means[-1]], scales, strict=True)]
         if self.population:
-            grams.pop()
-            grams[-1] += self._merge_mean(means[-1], examples, positions)
-        self._left = grams if not self._left else [a + b for a, b in zip(self._left, grams, strict=True)]
+            means[-1] = self._from_origin(means[-1], examples, positions)
+        deviations = [fine - coarse for fine, coarse in pairwise(means)]
+        if not self.population:
+            deviations.append(means[-1])
+        for total, part in zip(self._left, deviations, strict=False):
+            # A level's blocks stand for all N * S elements: an average over blocks times N * S.
+            total.add(part, examples * positions / _blocks(part))
         self._examples += examples
 
-    def _merge_mean(self, mean: Tensor, examples: int, positions: int) -> Tensor:
-        """Move the population mean and return the scatter between it and this batch's mean (Chan's update)."""
-        if self._mean is None:
-            self._mean, self._positions = mean, positions
-            return torch.zeros_like(mean[:, 0, 0, :, None] * mean[:, 0, 0, None, :])
-        if mean.shape != self._mean.shape:
+    def _from_origin(self, mean: Tensor, examples: int, positions: int) -> Tensor:
+        """Return the origin, having noted how far a batch's mean is from it."""
+        if self._origin is None or self._drift is None:
+            self._origin, self._drift, self._positions = mean, torch.zeros_like(mean), positions
+        if mean.shape != self._origin.shape:
             raise UnitError(
-                f"unit '{self.name}' has {mean.shape[2]} positions in one batch and {self._mean.shape[2]} in "
+                f"unit '{self.name}' has {mean.shape[2]} positions in one batch and {self._origin.shape[2]} in "
                 "another, so its mean by location is undefined; use form='paper', or grouping='pooled'"
             )
-        total = self._examples + examples
-        delta = mean - self._mean
-        self._mean = self._mean + delta * (examples / total)
-        return gram(delta) * (self._examples * examples / total * positions / mean.shape[2])
+        self._drift = self._drift + (mean - self._origin) * examples
+        return self._origin
 
     def add_gradients(self, g: Tensor, weight: float = 1.0) -> None:
         """Take the gradients g [groups, N, S, C] of one backward pass, which counts `weight`."""
-        positions = g.shape[2]
+        weight /= g.shape[2]
         sums = [g.sum(level, keepdim=True) if level else g for level in self.levels]
-        grams = [gram(part) for part in sums]
-        if not self.population:
-            grams = [self._centred(sums, grams, k) for k in range(len(sums))]
-        grams = [part * (weight / positions) for part in grams]
-        self._right = grams if not self._right else [a + b for a, b in zip(self._right, grams, strict=True)]
-
-    @staticmethod
-    def _centred(sums: list[Tensor], grams: list[Tensor], k: int) -> Tensor:
-        """Return (n H_k - H_{k+1}) / (n - 1), n blocks of level k in one of level k + 1, as a Gram matrix."""
-        if k + 1 == len(sums):
-            return grams[k]
-        parts = sums[k].shape[1] * sums[k].shape[2] // (sums[k + 1].shape[1] * sums[k + 1].shape[2])
-        return grams[k] if parts == 1 else gram(sums[k] - sums[k + 1] / parts) * (parts / (parts - 1))
+        for total, part, coarser in zip(self._right, sums, [*sums[1:], None], strict=True):
+            count = 1 if coarser is None or self.population else _blocks(part) // _blocks(coarser)
+            if coarser is None or count == 1:
+                total.add(part, weight)
+            else:  # (n H_k - H_{k+1}) / (n - 1), n blocks of this level in one of the next, as a Gram matrix
+                total.add(part - coarser / count, weight * count / (count - 1))
 
     def terms(self, rows: int) -> tuple[Term, ...]:
         """Return the terms, one a level, with input factors [groups, D, D] and gradient factors [groups, rows, rows].
 
         The gradient factors are zero where no gradient ever arrived.
         """
-        left = [part / self._examples for part in self._left]
+        left = [factor for gram in self._left if (factor := gram.mean(self._examples)) is not None]
         groups = left[0].shape[0]
-        right = [part / self._examples for part in self._right] or [
-            left[0].new_zeros(groups, rows, rows) for _ in self.levels
+        right = [
+            left[0].new_zeros(groups, rows, rows) if (factor := gram.mean(self._examples)) is None else factor
+            for gram in self._right
         ]
-        terms = [Term(a, h) for a, h in zip(left, right, strict=False)]
-        if self._mean is not None:
-            root = self._mean.flatten(1, 2) * (self._positions / self._mean.shape[2]) ** 0.5
-            terms.append(root_term(root, right[-1]))
-        return tuple(terms)
+        if self._origin is None or self._drift is None:
+            return tuple(Term(a, h) for a, h in zip(left, right, strict=True))
+        scale = (self._positions / self._origin.shape[2]) ** 0.5
+        drift = (self._drift / self._examples * scale).flatten(1, 2)
+        left[-1] = left[-1] - symmetrised(drift.mT @ drift)
+        root = self._origin.flatten(1, 2) * scale + drift
+        return (*(Term(a, h) for a, h in zip(left, right, strict=False)), root_term(root, right[-1]))

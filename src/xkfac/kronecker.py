@@ -34,10 +34,8 @@ class Term:
 
     def average(self, other: Term, own: float, others: float) -> Term:
         """Return the term with the factors own * (these) + others * (the other's)."""
-        right = own * self.right + others * other.right
-        if self.low_rank and other.low_rank:
-            return root_term(torch.cat([own**0.5 * self.left, others**0.5 * other.left], 1), right)
-        return Term(own * self.dense_left + others * other.dense_left, right)
+        left = own * self.dense_left + others * other.dense_left
+        return Term(left, own * self.right + others * other.right)
 
     @property
     def dense_left(self) -> Tensor:
@@ -47,7 +45,11 @@ class Term:
 
 @dataclass(frozen=True)
 class Kronecker:
-    """A sum of Kronecker products, sum_k A_k (x) H_k."""
+    """A sum of Kronecker products, sum_k A_k (x) H_k.
+
+    Where the last term is kept by its root, the root's rows are the means of a population (one a location) whose
+    covariance is the input factor of the term before it.
+    """
 
     terms: tuple[Term, ...]
 
@@ -80,14 +82,26 @@ class Kronecker:
         return (of_right * left).sum(0) / root, (of_left * right).sum(0) / root
 
     def average(self, other: Kronecker, own: float, others: float) -> Kronecker:
-        """Return the block whose factors are own * (these) + others * (the other's), at constant size."""
+        """Return the block whose factors are own * (these) + others * (the other's), at constant size.
+
+        Means kept as a root become those of the union of both populations, and the scatter between the two goes to the
+        covariance before them: the sum of the input factors is averaged exactly.
+        """
         if len(self.terms) != len(other.terms):
             raise XkfacError(
                 f"factors of {len(self.terms)} and {len(other.terms)} terms have no average; estimate both the same "
                 "way, or keep all terms"
             )
-        pairs = zip(self.terms, other.terms, strict=True)
-        return Kronecker(tuple(a.average(b, own, others) for a, b in pairs))
+        terms = [a.average(b, own, others) for a, b in zip(self.terms, other.terms, strict=True)]
+        ours, theirs = self.terms[-1], other.terms[-1]
+        if ours.low_rank and theirs.low_rank and ours.left.shape == theirs.left.shape:
+            mean = (own * ours.left + others * theirs.left) / max(own + others, 1e-300)
+            # Spread of the two means about their own: zero where they agree, whatever the importances add up to.
+            spread = [(w**0.5) * (root - mean) for w, root in ((own, ours.left), (others, theirs.left))]
+            between = torch.cat(spread, 1)
+            terms[-2] = Term(terms[-2].left + symmetrised(between.mT @ between), terms[-2].right)
+            terms[-1] = Term(mean * (own + others) ** 0.5, terms[-1].right, low_rank=True)
+        return Kronecker(tuple(terms))
 
     def scale(self, factor: float) -> Kronecker:
         """Return factor times the block."""

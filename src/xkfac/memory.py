@@ -20,7 +20,7 @@ from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, as
 from xkfac.likelihood import LIKELIHOODS, Likelihood, get_likelihood
 from xkfac.merging import anchor_of, bind
 from xkfac.methods import Method, get_method
-from xkfac.passes import Progress, device_of, unwrap
+from xkfac.passes import Progress, device_of, full_precision, unwrap
 from xkfac.tracing import Convolution
 from xkfac.units import Coverage, Row, Unit, as_patterns
 
@@ -82,9 +82,9 @@ class Memory:
         rows = {row.parameter: row for row in self.coverage.rows}
         rows.update({r.parameter: r for r in new.coverage.rows if r.unit != "-" or r.parameter not in rows})
         before = self.curvature.to(device_of(unwrap(model)))
-        anchor, curvature = _uniform(
-            _anchor(model, units.values()), before.extend(new.curvature, own, others, keep_all=keep_all)
-        )
+        with full_precision(device_of(unwrap(model))):
+            extended = before.extend(new.curvature, own, others, keep_all=keep_all)
+        anchor, curvature = _uniform(_anchor(model, units.values()), extended)
         return replace(
             self,
             anchor=anchor,

@@ -40,6 +40,11 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def full_precision(device: torch.device) -> torch.autocast:
+    """Return a context in which no matrix product is rounded to a reduced precision by autocast."""
+    return torch.autocast(device.type, enabled=False)
+
+
 def norms_of(model: nn.Module) -> dict[str, Any]:
     """Return the batch normalization and renormalization layers of a model by their path."""
     return {path: m for path, m in model.named_modules() if isinstance(m, (_BatchNorm, _BatchRenorm))}

@@ -1,0 +1,189 @@
+"""What each curvature costs: time of a curvature batch and of a penalised step, and the size of the memory file.
+
+    python benchmarks/cost.py [--output results/cost-cpu] [--nets mlp resnet18]
+
+Times are ratios to one plain forward and backward of the same network and batch. The things that are compared take
+turns within one process, and the median over the turns is shown, so that a slow moment of the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import provenance
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import xkfac
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "EWC": {"method": "ewc"},
+    "diagonal": {"method": "diagonal"},
+    "K-FAC": {"method": "kfac"},
+    "XK-FAC, paper's form": {"method": "xkfac", "form": "paper"},
+    "XK-FAC, mean form": {"method": "xkfac", "form": "mean"},
+    "pooled": {"method": "xkfac", "form": "mean", "grouping": "pooled"},
+    "hierarchical": {"method": "xkfac", "form": "mean", "grouping": "hierarchical"},
+    "corrected": {"method": "corrected"},
+}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    """Return the 784-128-128-10 perceptron with BN, and a batch of 128."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((784, 128), (128, 128)):
+        layers += [nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.Linear(128, 10)), torch.randn(128, 784)
+
+
+class Block(nn.Module):
+    """The basic block of a ResNet."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.short = nn.Identity() if stride == 1 and inputs == outputs else short
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of body and shortcut, rectified in place."""
+        return torch.relu_(self.body(x) + self.short(x))
+
+
+def resnet18(pixels: int) -> tuple[nn.Module, Tensor]:
+    """Return a ResNet-18 with a 3x3 stem, and a batch of 32."""
+    widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+    blocks = [Block(a, b, 1 + (a != b)) for a, b in pairwise(widths)]
+    stem = [nn.Conv2d(3, 64, 3, max(1, pixels // 32), 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+    net = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
+    return net, torch.randn(32, 3, pixels, pixels)
+
+
+NETS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "mlp": mlp,
+    "resnet18-32px": lambda: resnet18(32),
+    "resnet18-64px": lambda: resnet18(64),
+}
+
+
+def seconds(function: Callable[[], None]) -> float:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def medians(functions: dict[str, Callable[[], None]], turns: int) -> dict[str, float]:
+    """Return the median time of each function; they take turns, after one turn of warming up."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(turns + 1):
+        for name, function in functions.items():
+            taken = seconds(function)
+            if turn:
+                times[name].append(taken)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(build: Callable[[], tuple[nn.Module, Tensor]], turns: int) -> dict[str, dict[str, float]]:
+    torch.manual_seed(0)
+    net, x = build()
+    net, x = net.to(DEVICE), x.to(DEVICE)
+    y = torch.randint(10, (len(x),), device=DEVICE)
+
+    def plain() -> None:
+        net.train().zero_grad()
+        F.cross_entropy(net(x), y).backward()
+
+    sizes: dict[str, float] = {}
+    passes: dict[str, Callable[[], None]] = {"plain": plain}
+    steps: dict[str, Callable[[], None]] = {"plain": plain}
+    for name, options in VARIANTS.items():
+        memory = xkfac.consolidate(net, [x], **options)
+        with tempfile.TemporaryDirectory() as folder:
+            memory.save(Path(folder) / "memory.safetensors")
+            sizes[name] = (Path(folder) / "memory.safetensors").stat().st_size / 1e6
+
+        def curvature(count: int, options: dict[str, Any] = options) -> Callable[[], None]:
+            return lambda: xkfac.consolidate(net, [x] * count, **options) and None
+
+        passes[f"{name} 1"], passes[f"{name} 3"] = curvature(1), curvature(3)
+
+        def step(memory: xkfac.Memory = memory) -> Callable[[], None]:
+            learner = xkfac.Learner(net, memory)
+            learner._begun = True
+            hooks = learner._handles
+
+            def run() -> None:
+                net.train().zero_grad()
+                learner.objective(F.cross_entropy(net(x), y)).backward()
+
+            for handle in hooks:
+                handle.remove()
+
+            def hooked() -> None:
+                learner._handles = []
+                learner._watch_norms()
+                run()
+                for handle in learner._handles:
+                    handle.remove()
+
+            return hooked
+
+        steps[name] = step()
+    passing, stepping = medians(passes, turns), medians(steps, 2 * turns)
+    return {
+        name: {
+            "curvature batch": (passing[f"{name} 3"] - passing[f"{name} 1"]) / 2 / passing["plain"],
+            "penalised step": stepping[name] / stepping["plain"],
+            "megabytes": sizes[name],
+        }
+        for name in VARIANTS
+    }
+
+
+def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
+    lines = ["| net | curvature | curvature batch | penalised step | memory file, MB |", "|---|---|---|---|---|"]
+    for net, rows in results.items():
+        for name, row in rows.items():
+            cells = [f"{row['curvature batch']:.2f}", f"{row['penalised step']:.2f}", f"{row['megabytes']:.1f}"]
+            lines.append(f"| {net} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("results/cost-cpu"))
+    parser.add_argument("--nets", nargs="+", default=["mlp", "resnet18-32px"], choices=list(NETS))
+    parser.add_argument("--turns", type=int, default=5)
+    options = parser.parse_args()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    results = {name: measure(NETS[name], options.turns) for name in options.nets}
+    options.output.mkdir(parents=True, exist_ok=True)
+    record = {**provenance(), "seeds": [0], "results": results}
+    (options.output / "results.json").write_text(json.dumps(record, indent=1))
+    text = table(results)
+    (options.output / "table.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
