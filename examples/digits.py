@@ -27,6 +27,7 @@ mpl.use("Agg")
 import torch
 import torch.nn.functional as F
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -157,6 +158,7 @@ def draw(runs: list[dict[str, list[Any]]], path: Path) -> None:
             axis.plot(mean, color=COLOURS[name], marker=MARKERS[name], label=name)
             axis.fill_between(range(len(mean)), mean - spread, mean + spread, color=COLOURS[name], alpha=0.15, lw=0)
         axis.set(title=title, xlabel="epochs of the second task", ylim=(0, 101))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("test accuracy, %")
     axes[1].legend(loc="lower right")
