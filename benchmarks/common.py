@@ -68,16 +68,20 @@ def train(net: nn.Module, images: Tensor, labels: Tensor, epochs: int, seed: int
 
 
 def provenance() -> dict[str, str]:
-    """Return the command, commit, versions and hardware of this run, to be kept beside its numbers."""
+    """Return the command, commit, versions and hardware of this run, to be kept beside its numbers.
+
+    Call it first: the commit is that of the code that is about to run. A copy without history takes it from GIT_COMMIT.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
     changed = " with changes" if git("status", "--porcelain", "src", "benchmarks") else ""
+    commit = os.environ.get("GIT_COMMIT") or git("rev-parse", "--short", "HEAD") + changed
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "command": shlex.join(["python", *sys.argv]),
-        "commit": (git("rev-parse", "--short", "HEAD") or os.environ.get("GIT_COMMIT", "unknown")) + changed,
+        "commit": commit or "unknown",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": f"{device}, {torch.get_num_threads()} threads",

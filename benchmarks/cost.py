@@ -173,11 +173,11 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
+    record = {**provenance(), "seeds": [0]}
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     results = {name: measure(NETS[name], options.variants, options.turns) for name in options.nets}
     options.output.mkdir(parents=True, exist_ok=True)
-    record = {**provenance(), "seeds": [0], "results": results}
-    (options.output / "results.json").write_text(json.dumps(record, indent=1))
+    (options.output / "results.json").write_text(json.dumps({**record, "results": results}, indent=1))
     text = table(results)
     (options.output / "table.md").write_text(text + "\n")
     print(text)

@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=8)
     options = parser.parse_args()
+    record: dict[str, Any] = {**provenance(), "options": {k: str(v) for k, v in vars(options).items()}}
     options.output.mkdir(parents=True, exist_ok=True)
     state = options.output / "source.pt"
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
@@ -249,7 +250,6 @@ def main() -> None:
     saved = torch.load(state, weights_only=True)
     net = network(saved["classes"])
     net.load_state_dict(saved["net"])
-    record: dict[str, Any] = {**provenance(), "options": {k: str(v) for k, v in vars(options).items()}}
     record["before"] = accuracy(net, saved["source"]["test"])
     print(f"source network: {record['before']:.1f}%", flush=True)
     loader = Loader(saved["source"]["train"], options.batch, False, 20)

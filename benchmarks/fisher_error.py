@@ -100,13 +100,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--batches", type=int, default=8)
     options = parser.parse_args()
+    record = {**provenance(), "seeds": list(range(options.seeds))}
     results = {
         kind: [measure(kind, seed, options.batch_size, options.batches) for seed in range(options.seeds)]
         for kind in NETS
     }
     options.output.mkdir(parents=True, exist_ok=True)
-    record = {**provenance(), "seeds": list(range(options.seeds)), "results": results}
-    (options.output / "results.json").write_text(json.dumps(record, indent=1))
+    (options.output / "results.json").write_text(json.dumps({**record, "results": results}, indent=1))
     text = table(results)
     (options.output / "table.md").write_text(text + "\n")
     print(text)
