@@ -139,6 +139,7 @@ class _Capture(Trace):
         self.woken: dict[int, Tensor] = {}
         self.weight = 1.0
         self.examples = 0
+        self._calls: dict[str, int] = {}
         self._inputs: dict[str, list[Tensor]] = {}
         self._gradients: dict[str, dict[int, Tensor]] = {}
 
@@ -164,16 +165,17 @@ class _Capture(Trace):
         """Forget the graph of the batch before."""
         self.examples = examples
         self.leaves = []
-        self._inputs.clear()
-        self._gradients.clear()
+        for seen in (self._calls, self._inputs, self._gradients):
+            seen.clear()
 
     def end_forward(self) -> None:
         """Check that every unit ran."""
         for unit in (*self.layers.values(), *self.norms.values()):
-            if unit.name not in self._inputs or len(self._inputs[unit.name]) != unit.calls:
+            calls = self._calls.get(unit.name, 0)
+            if calls != unit.calls:
                 raise UnitError(
-                    f"unit '{unit.name}' ran {len(self._inputs.get(unit.name, ()))} times on this batch but "
-                    f"{unit.calls} on the first; exclude it, or make the network run the same layers on every batch"
+                    f"unit '{unit.name}' ran {calls} times on this batch but {unit.calls} on the first; exclude it, or "
+                    "make the network run the same layers on every batch"
                 )
         joint = self.collectors.joint
         if joint is not None and joint.units:
@@ -191,11 +193,12 @@ class _Capture(Trace):
                 f"unit '{unit.name}' got {input.shape[0]} rows for a batch of {self.examples} examples; its first "
                 "dimension must be the batch, or exclude it"
             )
+        self._calls[unit.name] = self._calls.get(unit.name, 0) + 1
         seen = self._inputs.setdefault(unit.name, [])
         seen.append(input.detach())
         if len(seen) == unit.calls:
             with torch.no_grad(), full_precision(input.device):
-                self.collectors.of[unit.name].inputs(seen)
+                self.collectors.of[unit.name].inputs(self._inputs.pop(unit.name))
 
     def _wake(self, input: Tensor, *candidates: Any) -> None:
         """Make a graph begin here where none reaches the unit: let one parameter, the smallest, ask for a gradient.
@@ -220,7 +223,7 @@ class _Capture(Trace):
             leaf = output.detach().requires_grad_()
             self.leaves.append(leaf)
             output = leaf.clone()
-        call = len(self._inputs[unit.name]) - 1
+        call = self._calls[unit.name] - 1
         output.register_hook(lambda gradient: self._see_gradient(unit, call, gradient))  # type: ignore[no-untyped-call]
         return output
 
@@ -236,7 +239,7 @@ class _Capture(Trace):
         """Pass on what waits for the whole backward pass; a call without gradient counts as zero."""
         for name, seen in list(self._gradients.items()):
             some = next(iter(seen.values()))
-            calls = range(len(self._inputs[name]))
+            calls = range(self._calls[name])
             with torch.no_grad(), full_precision(some.device):
                 self.collectors.of[name].gradients([seen.get(k, torch.zeros_like(some)) for k in calls], self.weight)
         self._gradients.clear()
@@ -328,29 +331,32 @@ class _Run:
         if not output.requires_grad:
             raise XkfacError("the output of the network depends on none of its parameters")
         scale = 1 / self.likelihood.predictions(output)
-        for cotangent, weight in self._cotangents(output, batch, generator):
+        for cotangent, weight, more in self._cotangents(output, batch, generator):
             capture.weight = weight * scale
-            gradients = torch.autograd.grad(output, leaves, cotangent, retain_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(output, leaves, cotangent, retain_graph=more, allow_unused=True)
             capture.end_backward()
             for unit, gradient in zip(free, gradients, strict=False):
                 squares = capture.collectors.of[unit.name]
                 if gradient is not None and isinstance(squares, SquareCollector):
                     squares.add(gradient.to(self.dtype).reshape(unit.shape), capture.weight)
 
-    def _cotangents(self, output: Tensor, batch: Any, generator: torch.Generator) -> Iterator[tuple[Tensor, float]]:
-        """Yield gradients of losses with respect to the output, each with the weight its square counts."""
+    def _cotangents(
+        self, output: Tensor, batch: Any, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, float, bool]]:
+        """Yield gradients of losses with respect to the output, the weight of each, and whether more may follow."""
         if self.settings.labels == "sampled":
-            for _ in range(self.settings.draws):
+            for draw in range(1, self.settings.draws + 1):
                 labels = self.likelihood.sample(output, generator)
-                yield self.likelihood.score(output, labels), 1 / self.settings.draws
+                score = self.likelihood.score(output, labels)
+                yield score, 1 / self.settings.draws, draw < self.settings.draws
         elif self.settings.labels == "empirical":
             labels = labels_of(batch)
             if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.shape[0] != output.shape[0]:
                 raise XkfacError(f"labels='empirical' needs a tensor of {output.shape[0]} labels in each batch")
-            yield self.likelihood.score(output, labels), 1.0
+            yield self.likelihood.score(output, labels), 1.0, False
         else:
             for root in self.likelihood.root(output):
                 for example in range(output.shape[0]):
                     one = torch.zeros_like(root)
                     one[example] = root[example]
-                    yield one.to(output.dtype), 1.0
+                    yield one.to(output.dtype), 1.0, True
