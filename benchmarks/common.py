@@ -12,6 +12,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+import xkfac
+
 
 def digits(permutation_seed: int | None = None) -> tuple[Tensor, Tensor]:
     """Return scikit-learn's 1,797 digits as images [N, 1, 8, 8] in [0, 1], pixels permuted if asked, and labels [N]."""
@@ -54,15 +56,24 @@ def convnet() -> nn.Sequential:
     )
 
 
-def train(net: nn.Module, images: Tensor, labels: Tensor, epochs: int, seed: int, lr: float = 0.1) -> None:
+def train(
+    net: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    epochs: int,
+    seed: int,
+    lr: float = 0.1,
+    learner: xkfac.Learner | None = None,
+) -> None:
     """Train by SGD with momentum 0.9, batch 32, a learning rate that falls to zero along a cosine."""
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     net.train()
     for epoch in range(epochs):
         for x, y in batches(images, labels, 32, seed * 1000 + epoch):
+            loss = nn.functional.cross_entropy(net(x), y)
             optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
+            (loss if learner is None else learner.objective(loss)).backward()
             optimizer.step()
         schedule.step()
 
