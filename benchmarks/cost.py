@@ -28,14 +28,14 @@ from torch.nn import functional as F
 import xkfac
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "EWC": {"method": "ewc"},
-    "diagonal": {"method": "diagonal"},
-    "K-FAC": {"method": "kfac"},
-    "XK-FAC, paper's form": {"method": "xkfac", "form": "paper"},
-    "XK-FAC, mean form": {"method": "xkfac", "form": "mean"},
-    "pooled": {"method": "xkfac", "form": "mean", "grouping": "pooled"},
-    "hierarchical": {"method": "xkfac", "form": "mean", "grouping": "hierarchical"},
-    "corrected": {"method": "corrected"},
+    "EWC": {"method": "ewc", "draws": 1},
+    "diagonal": {"method": "diagonal", "draws": 1},
+    "K-FAC": {"method": "kfac", "draws": 1},
+    "XK-FAC, paper's form": {"method": "xkfac", "form": "paper", "draws": 1},
+    "XK-FAC, mean form": {"method": "xkfac", "form": "mean", "draws": 1},
+    "pooled": {"method": "xkfac", "form": "mean", "grouping": "pooled", "draws": 1},
+    "hierarchical": {"method": "xkfac", "form": "mean", "grouping": "hierarchical", "draws": 1},
+    "corrected": {"method": "corrected", "draws": 1},
 }
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -33,13 +33,7 @@ from torch import Tensor, nn
 
 import xkfac
 
-METHODS: dict[str, dict[str, Any]] = {
-    "fine-tuning": {"method": "fine-tuning"},
-    "EWC": {"method": "ewc", "draws": 20},
-    "fixed BN": {"method": "fixed-bn", "draws": 20},
-    "K-FAC": {"method": "kfac", "draws": 20},
-    "XK-FAC": {"method": "xkfac", "draws": 20},
-}
+METHODS = {"fine-tuning": "fine-tuning", "EWC": "ewc", "fixed BN": "fixed-bn", "K-FAC": "kfac", "XK-FAC": "xkfac"}
 COLOURS = dict(zip(METHODS, ("#D55E00", "#E69F00", "#999999", "#56B4E9", "#0072B2"), strict=True))
 MARKERS = dict(zip(METHODS, "osv^D", strict=True))
 Part = tuple[Tensor, Tensor]
@@ -122,9 +116,9 @@ def run(seed: int, epochs: int) -> dict[str, list[Any]]:
     net = network()
     train(net, source[0], [source[2]], None, epochs)
     histories = {}
-    for name, options in METHODS.items():
+    for name, method in METHODS.items():
         learning = copy.deepcopy(net)
-        memory = xkfac.consolidate(learning, batches(source[1]), **options)
+        memory = xkfac.consolidate(learning, batches(source[1]), method)
         learner = xkfac.Learner(learning, memory, damping=1e-4)
         learner.begin(batches(target[0]))
         histories[name] = train(learning, target[0], [source[2], target[2]], learner, epochs)

@@ -62,9 +62,9 @@ def test_fine_tuning_forgets_and_xkfac_does_not(seed):
     train(net, training)
     before = accuracy(net, test)
     lost, learnt = {}, {}
-    for method, options in (("fine-tuning", {}), ("xkfac", {"draws": 20})):
+    for method in ("fine-tuning", "xkfac"):
         learning = copy.deepcopy(net)
-        memory = xkfac.consolidate(learning, batches(held_out), method, **options)
+        memory = xkfac.consolidate(learning, batches(held_out), method)
         learner = xkfac.Learner(learning, memory)
         learner.begin(batches(target_training))
         train(learning, target_training, learner)

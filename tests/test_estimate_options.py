@@ -28,13 +28,33 @@ def differs(a, b):
 
 def test_batches_of_any_kind_give_the_same_factors():
     model, x, y = net(), torch.randn(8, 4), torch.randint(3, (8,))
-    reference = xkfac.estimate(model, [(x, y)])
-    same(xkfac.estimate(model, [x]), reference)
-    same(xkfac.estimate(model, [{"input": x, "label": y}]), reference)
-    same(xkfac.estimate(model, [([x], {"class": y})]), reference)
-    same(xkfac.estimate(model, iter([(x, y)])), reference)
-    same(xkfac.estimate(model, DataLoader(TensorDataset(x, y), 8)), reference)
-    same(xkfac.estimate(model, [{"image": {"deep": x}}], forward=lambda m, b: m(b["image"]["deep"])), reference)
+    reference = xkfac.estimate(model, [(x, y)], draws=1)
+    for loader in (
+        [x],
+        [{"input": x, "label": y}],
+        [([x], {"class": y})],
+        iter([(x, y)]),
+        DataLoader(TensorDataset(x, y), 8),
+    ):
+        same(xkfac.estimate(model, loader, draws=1), reference)
+    deep = [{"image": {"deep": x}}]
+    same(xkfac.estimate(model, deep, draws=1, forward=lambda m, b: m(b["image"]["deep"])), reference)
+
+
+@pytest.mark.parametrize(("batches", "draws"), [(1, 32), (16, 32), (100, 6), (512, 1), (2000, 1), (None, 1)])
+def test_few_batches_get_several_draws(batches, draws):
+    assert xkfac.Settings().draws_over(batches) == draws
+    assert xkfac.Settings(draws=3).draws_over(batches) == 3
+
+
+def test_draws_left_open_make_up_for_few_batches():
+    model, x = net(), torch.randn(8, 4)
+    same(xkfac.estimate(model, [x]), xkfac.estimate(model, [x], draws=32), rtol=0, atol=0)
+    same(xkfac.estimate(model, iter([x])), xkfac.estimate(model, [x], draws=1), rtol=0, atol=0)
+    many = xkfac.estimate(model, [x] * 100, max_batches=2)
+    same(many, xkfac.estimate(model, [x] * 2, draws=32), rtol=0, atol=0)
+    _, coarse = xkfac.estimate(model, [x], draws=1, form="paper").curvature.blocks["0"].terms
+    assert torch.linalg.matrix_rank(coarse.right[0]) == 1
 
 
 def test_a_stream_without_length():

@@ -17,7 +17,7 @@ def test_the_table_names_its_methods():
 
 def test_xkfac_is_the_papers_method_in_the_mean_form():
     method = METHODS["xkfac"]
-    assert method.settings == Settings("xkfac", "mean", "paper", "sampled", 1, "batch", False)
+    assert method.settings == Settings("xkfac", "mean", "paper", "sampled", None, "batch", False)
     assert (method.interpretation, method.recentre, method.merge, method.units) == ("brn", True, True, True)
     assert (method.penalised, method.fixed_bn) == (True, False)
 
@@ -46,7 +46,7 @@ def test_changes_reach_the_method_and_its_settings_and_not_the_table():
     changed = get_method("xkfac", form="paper", draws=3, interpretation="bn", recentre=False)
     assert changed == Method("xkfac", Settings(form="paper", draws=3), interpretation="bn", recentre=False)
     assert METHODS["xkfac"] == Method("xkfac")
-    assert get_method(changed, form="mean", draws=1, interpretation="brn", recentre=True) == METHODS["xkfac"]
+    assert get_method(changed, form="mean", draws=None, interpretation="brn", recentre=True) == METHODS["xkfac"]
 
 
 @pytest.mark.parametrize("interpretation", INTERPRETATIONS)

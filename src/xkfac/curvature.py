@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -18,6 +19,8 @@ CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
 Labels = Literal["sampled", "exact", "empirical"]
 Basis = Literal["gradients", "factors"]
 
+ENOUGH_DRAWS = 512
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -29,7 +32,8 @@ class Settings:
     labels: `sampled` from the model (unbiased, one backward pass a draw); `exact`, all examples and classes (for tests
         and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
         fits its training data.
-    draws: label draws a batch.
+    draws: label draws a batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 a batch,
+        or one where the loader does not say its length. H'' gets one sample a draw: its rank is at most their number.
     statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
     cross_layer: blocks between all pairs of linear units too, as a Khatri-Rao product.
     basis: where `corrected` takes its eigenbasis from, the second moments of the batch `gradients`, or XK-FAC's
@@ -40,7 +44,7 @@ class Settings:
     form: Form = "mean"
     grouping: Grouping = "paper"
     labels: Labels = "sampled"
-    draws: int = 1
+    draws: int | None = None
     statistics: Statistics = "batch"
     cross_layer: bool = False
     basis: Basis = "gradients"
@@ -56,13 +60,13 @@ class Settings:
         ):
             if getattr(self, name) not in choices:
                 raise XkfacError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}")
-        if not isinstance(self.draws, int):
-            raise XkfacError(f"draws is {self.draws!r}; it must be a whole number")
-        if self.draws < 1:
+        if self.draws is not None and not isinstance(self.draws, int):
+            raise XkfacError(f"draws is {self.draws!r}; it must be a whole number, or None")
+        if self.draws is not None and self.draws < 1:
             raise XkfacError(f"draws must be at least 1, not {self.draws}")
         if not isinstance(self.cross_layer, bool):
             raise XkfacError(f"cross_layer is {self.cross_layer!r}; it must be True or False")
-        if self.draws > 1 and self.labels != "sampled":
+        if self.draws is not None and self.labels != "sampled":
             raise XkfacError(f"draws={self.draws} goes with labels='sampled', not '{self.labels}'")
         for names, used in (
             (("form", "grouping"), self.kind == "xkfac" or (self.kind, self.basis) == ("corrected", "factors")),
@@ -75,6 +79,12 @@ class Settings:
                     )
         if self.cross_layer and self.kind not in ("xkfac", "kfac"):
             raise XkfacError(f"cross_layer goes with kind 'xkfac' or 'kfac', not '{self.kind}'")
+
+    def draws_over(self, count: int | None) -> int:
+        """Return the draws a batch for a pass over `count` batches, None if unknown."""
+        if self.draws is not None:
+            return self.draws
+        return 1 if count is None else min(math.ceil(ENOUGH_DRAWS / max(count, 1)), 32)
 
     @property
     def levels(self) -> tuple[Level, ...]:

@@ -30,7 +30,17 @@ from xkfac.errors import UnitError, XkfacError
 from xkfac.factors import Form, Grouping, Moments
 from xkfac.kronecker import Block, Corrected, Kronecker, eigenbasis
 from xkfac.likelihood import Likelihood, get_likelihood
-from xkfac.passes import Progress, Statistics, batches, device_of, full_precision, set_mode, untouched, unwrap
+from xkfac.passes import (
+    Progress,
+    Statistics,
+    batches,
+    count_batches,
+    device_of,
+    full_precision,
+    set_mode,
+    untouched,
+    unwrap,
+)
 from xkfac.tracing import Trace, read_call
 from xkfac.units import Coverage, Unit, find_units
 
@@ -52,7 +62,7 @@ def estimate(
     form: Form = "mean",
     grouping: Grouping = "paper",
     labels: Labels = "sampled",
-    draws: int = 1,
+    draws: int | None = None,
     statistics: Statistics = "batch",
     cross_layer: bool = False,
     basis: Basis = "gradients",
@@ -261,6 +271,7 @@ class _Run:
     seed: int
     find: Callable[[Any], Coverage]
     coverage: Coverage | None = None
+    draws: int = 1
 
     def first_collector(self, unit: Unit) -> Collector:
         """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""
@@ -276,6 +287,7 @@ class _Run:
         """Run over the data; return the collectors and the number of examples."""
         device = device_of(self.model)
         generator = torch.Generator(device).manual_seed(self.seed)
+        self.draws = self.settings.draws_over(count_batches(loader, feed["max_batches"]))
         capture: _Capture | None = None
         for size, batch in batches(loader, device, what="curvature", **feed):
             if self.coverage is None:
@@ -345,10 +357,10 @@ class _Run:
     ) -> Iterator[tuple[Tensor, float, bool]]:
         """Yield gradients of losses with respect to the output, the weight of each, and whether more may follow."""
         if self.settings.labels == "sampled":
-            for draw in range(1, self.settings.draws + 1):
+            for draw in range(1, self.draws + 1):
                 labels = self.likelihood.sample(output, generator)
                 score = self.likelihood.score(output, labels)
-                yield score, 1 / self.settings.draws, draw < self.settings.draws
+                yield score, 1 / self.draws, draw < self.draws
         elif self.settings.labels == "empirical":
             labels = labels_of(batch)
             if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.shape[0] != output.shape[0]:

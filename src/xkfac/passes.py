@@ -143,9 +143,7 @@ def batches(
         raise XkfacError(f"max_batches must be at least 1, not {max_batches}")
     if not isinstance(loader, Iterable):
         raise XkfacError(f"the loader is a {type(loader).__name__}; it must be an iterable of batches")
-    total = _length(loader)
-    if max_batches is not None:
-        total = max_batches if total is None else min(total, max_batches)
+    total = count_batches(loader, max_batches)
     wrapped: Iterable[Any] = _bar(loader, total, what) if progress is True else loader
     if callable(progress):
         wrapped = progress(loader)
@@ -162,11 +160,14 @@ def batches(
         raise XkfacError("the loader gave no batch; is it empty, or an iterator that was used up before?")
 
 
-def _length(loader: Iterable[Any]) -> int | None:
+def count_batches(loader: Iterable[Any], max_batches: int | None) -> int | None:
+    """Return how many batches a pass over `loader` will have, or None if it does not say its length."""
     try:
-        return len(loader) if isinstance(loader, Sized) else None
+        length = len(loader) if isinstance(loader, Sized) else None
     except TypeError:  # a DataLoader over a stream has a __len__ that raises
-        return None
+        length = None
+    known = [count for count in (length, max_batches) if count is not None]
+    return min(known) if known else None
 
 
 def _bar(loader: Iterable[Any], total: int | None, what: str) -> Iterator[Any]:
