@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "diagonal": {"method": "diagonal"},
     "fixed BN": {"method": "fixed-bn"},
     "K-FAC": {"method": "kfac"},
-    "XK-FAC": {"method": "xkfac"},
+    "XK-FAC": {"method": "xkfac", "form": "paper"},
     "mean form": {"method": "xkfac", "form": "mean"},
     "pooled": {"method": "xkfac", "form": "mean", "grouping": "pooled"},
     "hierarchical": {"method": "xkfac", "form": "mean", "grouping": "hierarchical"},

@@ -24,12 +24,12 @@ from xkfac.factors import batch_gradient, unit_gradients, unit_inputs
 
 CURVATURES: dict[str, dict[str, str]] = {
     "K-FAC": {"kind": "kfac"},
-    "XK-FAC": {"kind": "xkfac"},
+    "XK-FAC": {"kind": "xkfac", "form": "paper"},
     "mean form": {"kind": "xkfac", "form": "mean"},
     "pooled": {"kind": "xkfac", "form": "mean", "grouping": "pooled"},
     "hierarchical": {"kind": "xkfac", "form": "mean", "grouping": "hierarchical"},
     "corrected": {"kind": "corrected"},
-    "corrected, factors' basis": {"kind": "corrected", "basis": "factors"},
+    "corrected, factors' basis": {"kind": "corrected", "basis": "factors", "form": "paper"},
     "diagonal": {"kind": "diagonal"},
 }
 NETS = {"linear": mlp, "convolutional": convnet}
