@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from xkfac import MemoryFileError, storage
 
@@ -388,3 +388,13 @@ def test_reading_and_writing_use_no_pickle(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "eval", stop)
     storage.write(tmp_path / "file", DESCRIPTION, some_tensors())
     assert storage.read(tmp_path / "file")[0] == DESCRIPTION
+
+
+def test_the_same_content_gives_the_same_bytes(tmp_path):
+    tensors = {"b": torch.randn(3, 2), "a": torch.randn(5).bfloat16(), "c": torch.randn(2).double()}
+    for name in ("one", "two"):
+        storage.write(tmp_path / name, {"tasks": 1}, tensors)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert {name: tensor.dtype for name, tensor in load_file(tmp_path / "one").items()} == {
+        name: tensor.dtype for name, tensor in tensors.items()
+    }

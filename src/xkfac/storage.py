@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from xkfac.errors import MemoryFileError
 
 FORMAT = "xkfac-memory"
 VERSION = 1
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 def triangle(matrix: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def write(path: str | Path, description: Mapping[str, Any], tensors: Mapping[str
     Raises MemoryFileError when that fails; what was at `path` is then as it was.
     """
     path = Path(path)
-    ready = _own_storage(tensors)
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(description)
     version = str(VERSION)
     metadata = {"format": FORMAT, "version": version, "description": text, "digest": _digest(version, text, ready)}
@@ -72,14 +72,12 @@ def write(path: str | Path, description: Mapping[str, Any], tensors: Mapping[str
     try:
         _check_target(path)
         temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode  # what the umask leaves; safetensors would keep the file to its owner
         save_file(ready, temporary, metadata)
-        temporary.chmod(mode)
         _flush(temporary, os.O_RDWR)
         temporary.replace(path)
     except MemoryFileError:
         raise
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise MemoryFileError(
             f"'{path}' could not be written and is as it was before ({error}); free space there or choose another place"
         ) from error
@@ -90,25 +88,39 @@ def write(path: str | Path, description: Mapping[str, Any], tensors: Mapping[str
         _flush(path.parent, os.O_RDONLY)
 
 
+def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file: length of the header, header, bytes of the tensors.
+
+    The format is so simple that writing it here spares a copy of the data, and NumPy, which the library's own function
+    of this name needs; and the same content gives the same bytes.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        for name in order:
+            file.write(_raw(tensors[name]))
+
+
+def _raw(tensor: Tensor) -> Any:
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
+    size = tensor.numel() * tensor.element_size()
+    return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
+
+
 def _check_target(path: Path) -> None:
     if path.is_dir():
         raise MemoryFileError(f"'{path}' cannot be written: it is a folder; name a file in it")
     if not path.parent.is_dir():
         raise MemoryFileError(f"'{path}' cannot be written: the folder '{path.parent}' does not exist; make it first")
-
-
-def _own_storage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, each with a storage of its own, as safetensors wants them."""
-    ready: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
-        storage = own.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != own.numel() * own.element_size():
-            own = own.clone()
-        seen.add(own.untyped_storage().data_ptr())
-        ready[name] = own
-    return ready
 
 
 def _flush(path: Path, flags: int) -> None:
@@ -168,6 +180,5 @@ def _digest(version: str, description: str, tensors: Mapping[str, Tensor]) -> st
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        size = tensor.numel() * tensor.element_size()
-        digest.update((ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b"")
+        digest.update(_raw(tensor))
     return digest.hexdigest()
