@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -97,3 +100,11 @@ def provenance() -> dict[str, str]:
         "python": platform.python_version(),
         "device": f"{device}, {torch.get_num_threads()} threads",
     }
+
+
+def keep(output: Path, record: dict[str, Any], results: Any, table: str) -> None:
+    """Write the numbers with their provenance, and the table, to a folder, and show the table."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "results.json").write_text(json.dumps({**record, "results": results}, indent=1))
+    (output / "table.md").write_text(table + "\n")
+    print(table)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import provenance
+from common import keep, provenance
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -176,11 +175,7 @@ def main() -> None:
     record = {**provenance(), "seeds": [0]}
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     results = {name: measure(NETS[name], options.variants, options.turns) for name in options.nets}
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "results.json").write_text(json.dumps({**record, "results": results}, indent=1))
-    text = table(results)
-    (options.output / "table.md").write_text(text + "\n")
-    print(text)
+    keep(options.output, record, results, table(results))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ the approximation over that of F.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
 import torch
-from common import batches, convnet, digits, mlp, provenance, train
+from common import batches, convnet, digits, keep, mlp, provenance, train
 from torch import Tensor, nn
 
 import xkfac
@@ -105,11 +104,7 @@ def main() -> None:
         kind: [measure(kind, seed, options.batch_size, options.batches) for seed in range(options.seeds)]
         for kind in NETS
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "results.json").write_text(json.dumps({**record, "results": results}, indent=1))
-    text = table(results)
-    (options.output / "table.md").write_text(text + "\n")
-    print(text)
+    keep(options.output, record, results, table(results))
 
 
 if __name__ == "__main__":

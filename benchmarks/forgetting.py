@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import batches, digits, mlp, provenance, train
+from common import batches, digits, keep, mlp, provenance, train
 from torch import Tensor, nn
 
 import xkfac
@@ -87,11 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     record = {**provenance(), "seeds": list(range(options.seeds))}
     runs = [run(seed, options.epochs, options.lr) for seed in range(options.seeds)]
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "results.json").write_text(json.dumps({**record, "results": runs}, indent=1))
-    text = table(runs)
-    (options.output / "table.md").write_text(text + "\n")
-    print(text)
+    keep(options.output, record, runs, table(runs))
 
 
 if __name__ == "__main__":

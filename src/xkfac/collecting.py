@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,29 +16,34 @@ from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, Te
 from xkfac.units import Unit
 
 
-class Collector:
+class Collector(ABC):
     """Takes what the capture saw of one unit in a batch: its inputs, then the gradients of each backward pass."""
 
     def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
         self.unit, self.dtype = unit, dtype
 
     def _x(self, inputs: Sequence[Tensor]) -> Tensor:
-        return torch.cat([unit_inputs(self.unit, input, self.dtype) for input in inputs], 2)
+        return _joined([unit_inputs(self.unit, input, self.dtype) for input in inputs])
 
     def _g(self, gradients: Sequence[Tensor]) -> Tensor:
-        return torch.cat([unit_gradients(self.unit, gradient, self.dtype) for gradient in gradients], 2)
+        return _joined([unit_gradients(self.unit, gradient, self.dtype) for gradient in gradients])
 
+    @abstractmethod
     def inputs(self, inputs: Sequence[Tensor]) -> None:
         """Take a batch's inputs, one tensor a call of the unit."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
         """Take the gradients at the outputs of these calls, from a backward pass that counts `weight`."""
-        raise NotImplementedError
 
-    def block(self, examples: int) -> Block:
-        """Return the unit's curvature block, resting on so many examples."""
-        raise NotImplementedError
+    @abstractmethod
+    def block(self, examples: int) -> Block | None:
+        """Return the unit's curvature block, resting on so many examples; None where it is part of a joint one."""
+
+
+def _joined(calls: list[Tensor]) -> Tensor:
+    """Return the calls of a unit side by side, as further positions."""
+    return calls[0] if len(calls) == 1 else torch.cat(calls, 2)
 
 
 class FactorCollector(Collector):
@@ -165,6 +171,9 @@ class JointMember(Collector):
         """Pass the gradients on."""
         self.joint._gradients[self.unit.name] = self._g(gradients)
 
+    def block(self, examples: int) -> None:
+        """Return nothing: the joint collector has the block."""
+
 
 @dataclass
 class Collectors:
@@ -176,6 +185,7 @@ class Collectors:
 
     def curvature(self) -> Curvature:
         """Return the curvature that the collectors have seen."""
-        members = tuple(unit.name for unit in self.joint.units) if self.joint is not None else ()
-        blocks = {name: c.block(self.examples) for name, c in self.of.items() if name not in members}
-        return Curvature(blocks, self.joint.block() if self.joint is not None and members else None, members)
+        blocks = {name: block for name, c in self.of.items() if (block := c.block(self.examples)) is not None}
+        if self.joint is None or not self.joint.units:
+            return Curvature(blocks)
+        return Curvature(blocks, self.joint.block(), tuple(unit.name for unit in self.joint.units))

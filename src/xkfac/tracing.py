@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def _each(value: Any, rank: int) -> tuple[int, ...]:
     return values * rank if len(values) == 1 else values
 
 
-class Trace(TorchFunctionMode):
+class Trace(TorchFunctionMode, ABC):
     """Watches the torch functions of a forward pass; `norm` is the path of the BN that is running, if any."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,9 +90,9 @@ class Trace(TorchFunctionMode):
         """Run a torch function through `watch`."""
         return self.watch(func, args, kwargs or {})
 
+    @abstractmethod
     def watch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one torch function; a subclass looks at it and may replace its result."""
-        raise NotImplementedError
 
     @contextmanager
     def running(self) -> Iterator[None]:
