@@ -24,6 +24,7 @@ are those of the population, so the last input factor is a Gram matrix of a few 
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Literal
 
@@ -57,13 +58,12 @@ GROUPINGS: dict[Grouping, tuple[Level, ...]] = {
 def unit_inputs(unit: Unit, input: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the input of a unit's linear map as x [groups, N, S, D]; a convolution's input is unrolled (im2col)."""
     input = input.detach().to(dtype)
+    if unit.convolution is not None:
+        return unroll(input, unit.convolution, unit.shape[0], homogeneous=unit.homogeneous)
     if unit.kind == "linear":
         x = input.flatten(1, -2).unsqueeze(0) if input.dim() > 2 else input[None, :, None, :]
-    elif unit.kind == "norm":
-        x = input.flatten(2).permute(1, 0, 2).unsqueeze(3) if input.dim() > 2 else input.t()[:, :, None, None]
     else:
-        assert unit.convolution is not None
-        x = unroll(input, unit.convolution, unit.shape[0])
+        x = input.flatten(2).permute(1, 0, 2).unsqueeze(3) if input.dim() > 2 else input.t()[:, :, None, None]
     return F.pad(x, (0, 1), value=1.0) if unit.homogeneous else x
 
 
@@ -76,30 +76,34 @@ def unit_gradients(unit: Unit, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.reshape(gradient.shape[0], groups, rows, -1).permute(1, 0, 3, 2)
 
 
-def unroll(input: Tensor, convolution: Convolution, groups: int) -> Tensor:
-    """Return the patches of `input` [N, C, ...] as [groups, N, S, C / groups * K], features ordered as in a weight."""
+def unroll(input: Tensor, convolution: Convolution, groups: int, *, homogeneous: bool = False) -> Tensor:
+    """Return the patches of `input` [N, C, ...] as [groups, N, S, C / groups * K], features ordered as in a weight.
+
+    With `homogeneous` a 1 is appended to each; the patches are written once, in their place.
+    """
     pads = [side for pair in reversed(convolution.padding) for side in pair]
-    padded = F.pad(input, pads) if any(pads) else input
-    padded = padded.contiguous()
+    padded = (F.pad(input, pads) if any(pads) else input).contiguous()
     examples, channels, *space = padded.shape
-    geometry = list(zip(space, convolution.kernel, convolution.stride, convolution.dilation, strict=True))
+    channels //= groups
+    geometry = zip(space, convolution.kernel, convolution.stride, convolution.dilation, strict=True)
     positions = [(size - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, dilation in geometry]
     steps = padded.stride()[2:]
     windows = padded.as_strided(
-        (examples, groups, channels // groups, *positions, *convolution.kernel),
+        (groups, examples, *positions, channels, *convolution.kernel),
         (
+            padded.stride(1) * channels,
             padded.stride(0),
-            padded.stride(1) * (channels // groups),
-            padded.stride(1),
             *(step * stride for step, stride in zip(steps, convolution.stride, strict=True)),
+            padded.stride(1),
             *(step * dilation for step, dilation in zip(steps, convolution.dilation, strict=True)),
         ),
     )
-    rank = len(space)
-    space_axes, kernel_axes = range(3, 3 + rank), range(3 + rank, 3 + 2 * rank)
-    return windows.permute(1, 0, *space_axes, 2, *kernel_axes).reshape(
-        groups, examples, -1, channels // groups * torch.Size(convolution.kernel).numel()
-    )
+    features = windows[0, 0].numel() // math.prod(positions)
+    patches = padded.new_empty(groups, examples, math.prod(positions), features + homogeneous)
+    patches[..., :features].view(windows.shape).copy_(windows)
+    if homogeneous:
+        patches[..., features] = 1
+    return patches
 
 
 def batch_gradient(x: Tensor, g: Tensor) -> Tensor:
