@@ -14,7 +14,8 @@ from xkfac.batches import Forward
 from xkfac.errors import MismatchError, XkfacError
 from xkfac.likelihood import Likelihood, get_likelihood
 from xkfac.memory import Memory, estimate_for
-from xkfac.merging import BoundUnit, Interpretation, Reading, bind, norm_input, recentre
+from xkfac.merging import BoundUnit, Interpretation, Reading, bind, norm_input
+from xkfac.merging import recentre as recentre_model
 from xkfac.methods import get_method
 from xkfac.passes import Progress, device_of, norms_of, unwrap
 from xkfac.penalty import Penalty
@@ -192,7 +193,7 @@ class Learner:
                 )
             if loader is None:
                 raise XkfacError(f"method '{self.method.name}' re-centres BN on the target: begin needs its loader")
-            _recentre(self._wrapped, loader, forward=forward, max_batches=max_batches, progress=progress)
+            recentre_model(self._wrapped, loader, forward=forward, max_batches=max_batches, progress=progress)
         self._start()
 
     def _check_open(self) -> None:
@@ -344,9 +345,6 @@ class Learner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-_recentre = recentre
 
 
 def _evaluation() -> tuple[Callable[..., None], Callable[..., None]]:
