@@ -398,3 +398,15 @@ def test_the_same_content_gives_the_same_bytes(tmp_path):
     assert {name: tensor.dtype for name, tensor in load_file(tmp_path / "one").items()} == {
         name: tensor.dtype for name, tensor in tensors.items()
     }
+
+
+@pytest.mark.parametrize("white", [b"\r", b"\n", b"\t"])
+def test_white_space_changed_in_the_header_is_noticed(tmp_path, white):
+    """Guards a fault: JSON does not care which white space stands between its tokens, a damaged file does."""
+    path = tmp_path / "file"
+    storage.write(path, {"tasks": 1}, {"a": torch.ones(3)})
+    raw = path.read_bytes()
+    for place in (place for place, byte in enumerate(raw) if byte == ord(" ")):
+        path.write_bytes(raw[:place] + white + raw[place + 1 :])
+        with pytest.raises(MemoryFileError):
+            storage.read(path)

@@ -94,20 +94,28 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, 
     The format is so simple that writing it here spares a copy of the data, and NumPy, which the library's own function
     of this name needs; and the same content gives the same bytes.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
+    with path.open("wb") as file:
+        file.write(_head(tensors, metadata))
+        for name in _order(tensors):
+            file.write(_raw(tensors[name]))
+
+
+def _order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the order of tensors in a file: wide types first, so that all are aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return what stands before the tensors: the length of the header, and the header."""
+    entries: dict[str, Any] = {"__metadata__": {key: metadata[key] for key in sorted(metadata)}}
     end = 0
-    for name in order:
+    for name in _order(tensors):
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little"))
-        file.write(header)
-        for name in order:
-            file.write(_raw(tensors[name]))
+    return len(header).to_bytes(8, "little") + header
 
 
 def _raw(tensor: Tensor) -> Any:
@@ -144,8 +152,12 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             metadata = file.metadata() or {}
             _check_header(path, metadata)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        digest = _digest(metadata["version"], metadata["description"], tensors)
-        description = json.loads(metadata["description"]) if digest == metadata["digest"] else None
+        # The digest is over the content; the header itself must be, byte for byte, the one that `write` makes of it.
+        head = _head(tensors, metadata)
+        with path.open("rb") as raw:
+            whole = raw.read(len(head)) == head
+        whole = whole and _digest(metadata["version"], metadata["description"], tensors) == metadata["digest"]
+        description = json.loads(metadata["description"]) if whole else None
     except MemoryFileError:
         raise
     except (SafetensorError, OSError, RuntimeError, ValueError, LookupError, TypeError, MemoryError) as error:
