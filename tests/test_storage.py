@@ -152,9 +152,9 @@ def test_the_digest_depends_on_everything():
         ("1", "{}", {"a": torch.ones(2), "b": torch.zeros(3, dtype=torch.int32)}),
         ("1", "{}", {"a": torch.tensor([1.0, 1.0000001]), "b": torch.zeros(3)}),
     ]
-    digests = [storage._digest(*variant) for variant in variants]
+    digests = [storage._digest(storage.FORMAT, *variant) for variant in variants]
     assert len(set(digests)) == len(digests)
-    assert storage._digest("1", "{}", dict(reversed(tensors.items()))) == digests[0]
+    assert storage._digest(storage.FORMAT, "1", "{}", dict(reversed(tensors.items()))) == digests[0]
 
 
 def assert_refused_or_same(path, data):
@@ -253,7 +253,7 @@ def foreign_files(folder):
     os.mkfifo(folder / "pipe")
     return {
         "pickle.pt": "no safetensors file",
-        "other.safetensors": "no xkfac memory; name a file that Memory.save wrote",
+        "other.safetensors": "no xkfac memory; name a file that was saved as one",
         "text.txt": "no safetensors file",
         "empty": "truncated",
         "folder": "is a folder; name a file",
@@ -307,7 +307,7 @@ def test_an_incomplete_header_is_refused(tmp_path, missing):
 @pytest.mark.parametrize("text", ["", "[]", "3", "{", "[" * 100_000])
 def test_a_description_that_is_none_is_refused(tmp_path, text):
     metadata = {"format": storage.FORMAT, "version": "1", "description": text}
-    save_file({}, tmp_path / "odd", {**metadata, "digest": storage._digest("1", text, {})})
+    save_file({}, tmp_path / "odd", {**metadata, "digest": storage._digest(storage.FORMAT, "1", text, {})})
     with pytest.raises(MemoryFileError, match=r"'.*odd'.*damaged"):
         storage.read(tmp_path / "odd")
 

@@ -21,7 +21,7 @@ from xkfac.errors import MemoryFileError
 
 FORMAT = "xkfac-memory"
 VERSION = 1
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
 def triangle(matrix: Tensor) -> Tensor:
@@ -58,8 +58,12 @@ def lower_root(matrix: Tensor) -> Tensor:
     return upper.mT.to(matrix.dtype)
 
 
-def write(path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write(
+    path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor], format: str = FORMAT
+) -> None:
     """Write tensors and a JSON description to `path`, replacing what is there only once all is on disk.
+
+    `format` says what the file is; `read` refuses any other.
 
     Raises MemoryFileError when that fails; what was at `path` is then as it was.
     """
@@ -67,7 +71,8 @@ def write(path: str | Path, description: Mapping[str, Any], tensors: Mapping[str
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(description)
     version = str(VERSION)
-    metadata = {"format": FORMAT, "version": version, "description": text, "digest": _digest(version, text, ready)}
+    digest = _digest(format, version, text, ready)
+    metadata = {"format": format, "version": version, "description": text, "digest": digest}
     temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
     try:
         _check_target(path)
@@ -140,8 +145,8 @@ def _flush(path: Path, flags: int) -> None:
         os.close(handle)
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the description and the memory-mapped tensors of a file.
+def read(path: str | Path, format: str = FORMAT) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the description and the memory-mapped tensors of a file of a format.
 
     Raises MemoryFileError when the file is missing, truncated, changed, foreign, or of a newer version.
     """
@@ -150,13 +155,14 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         _check_file(path)
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
-            _check_header(path, metadata)
+            _check_header(path, metadata, format)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         # The digest is over the content; the header itself must be, byte for byte, the one that `write` makes of it.
         head = _head(tensors, metadata)
         with path.open("rb") as raw:
             whole = raw.read(len(head)) == head
-        whole = whole and _digest(metadata["version"], metadata["description"], tensors) == metadata["digest"]
+        digest = _digest(format, metadata["version"], metadata["description"], tensors)
+        whole = whole and digest == metadata["digest"]
         description = json.loads(metadata["description"]) if whole else None
     except MemoryFileError:
         raise
@@ -175,9 +181,10 @@ def _check_file(path: Path) -> None:
         raise MemoryFileError(f"'{path}' {what}; name a file that Memory.save wrote")
 
 
-def _check_header(path: Path, metadata: Mapping[str, str]) -> None:
-    if metadata.get("format") != FORMAT:
-        raise MemoryFileError(f"'{path}' is a safetensors file but no xkfac memory; name a file that Memory.save wrote")
+def _check_header(path: Path, metadata: Mapping[str, str], format: str) -> None:
+    if metadata.get("format") != format:
+        what = format.replace("-", " ", 1)
+        raise MemoryFileError(f"'{path}' is a safetensors file but no {what}; name a file that was saved as one")
     version = metadata.get("version", "")
     if not version.isdecimal() or "digest" not in metadata or "description" not in metadata:
         raise MemoryFileError(f"'{path}' is damaged: its header is incomplete; fetch or make it again")
@@ -187,8 +194,8 @@ def _check_header(path: Path, metadata: Mapping[str, str]) -> None:
         )
 
 
-def _digest(version: str, description: str, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps([FORMAT, version, description]).encode())
+def _digest(format: str, version: str, description: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps([format, version, description]).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
