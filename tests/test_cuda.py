@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.setups import Everything, data, randomise
-from xkfac import Balance, Learner, consolidate
+from xkfac import METHODS, Balance, Learner, consolidate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -53,9 +53,12 @@ def handles(step):
     return {handle.id for handle in step.learner._handles}
 
 
+@pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("made", [{}, {"form": "mean"}, {"kind": "corrected"}, {"cross_layer": True}])
-def test_replays_of_a_captured_step_are_eager_steps(made):
+def test_replays_of_a_captured_step_are_eager_steps(made, branches, monkeypatch):
+    monkeypatch.setattr(Learner, "_branches", branches)
     eager, captured = pair(**made)
+    assert (captured.learner._branch is not None) == branches
     x, y = (tensor.clone() for tensor in batches(1, seed=2)[0])
     start = {name: tensor.clone() for name, tensor in captured.tensors().items()}
     side = torch.cuda.Stream()
@@ -84,7 +87,56 @@ def test_replays_of_a_captured_step_are_eager_steps(made):
     assert captured.learner.last_penalty > 0
 
 
-@pytest.mark.parametrize("method", ["xkfac", "kfac", "corrected", "diagonal", "ewc", "fixed-bn", "fine-tuning"])
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize(
+    "made", [{}, {"form": "paper"}, {"kind": "corrected"}, {"kind": "diagonal"}, {"cross_layer": True}]
+)
+def test_fused_gradients_are_those_of_autograd(made, branches, monkeypatch):
+    monkeypatch.setattr(Learner, "_branches", branches)
+    step, _ = pair(**made)
+    for x, y in batches(4, seed=2):
+        step(x, y)
+    model, learner = step.model.double(), step.learner
+    learner.close()
+    for module in model.modules():
+        module._forward_pre_hooks.clear()
+    learner = Learner(model, learner.memory, damping=1e-3)
+    learner.load_state_dict({"begun": True, "balance": None})
+    for x, _ in batches(3, seed=4):
+        model(x.double())
+        readings = dict(learner._readings)
+        fused = learner.penalty()
+        weights = {name: one.merged_weight(readings.get(name)) for name, one in learner._bound.items()}
+        reference = learner._penalty(weights)
+        assert reference > 0
+        torch.testing.assert_close(fused, reference, rtol=1e-9, atol=1e-12)
+        parameters = list(model.parameters())
+        found = torch.autograd.grad(fused, parameters, retain_graph=True, allow_unused=True)
+        for one, two in zip(found, torch.autograd.grad(reference, parameters, allow_unused=True), strict=True):
+            assert (one is None) == (two is None)
+            if one is not None:
+                torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-10)
+
+
+def test_a_branch_whose_backward_pass_comes_after_the_next_fork(monkeypatch):
+    """Memory of a side stream must not be used again while the main stream reads it."""
+    results = []
+    for branches in (False, True):
+        monkeypatch.setattr(Learner, "_branches", branches)
+        torch.manual_seed(0)
+        step, _ = pair()
+        (x, y), (z, w) = batches(2, seed=2)
+        for _ in range(20):
+            first = step.learner.objective(F.cross_entropy(step.model(x), y))
+            loss = F.cross_entropy(step.model(z), w)
+            first.backward()
+            step.learner.objective(loss).backward()
+        results.append([parameter.grad.clone() for parameter in step.model.parameters()])
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_step_does_not_synchronise(method):
     step, _ = pair(method)
     (x, y), *_ = batches(1, seed=2)

@@ -25,7 +25,7 @@ def collect(x, g, levels, form):
     for a, b in zip(x, g, strict=True):
         moments.add_inputs(a)
         moments.add_gradients(b)
-    return moments.terms(ROWS)
+    return moments.terms(ROWS, sum(a.shape[1] for a in x))
 
 
 def outer_mean(vectors):

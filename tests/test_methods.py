@@ -11,7 +11,8 @@ from xkfac.methods import get_method
 
 
 def test_the_table_names_its_methods():
-    assert list(METHODS) == ["xkfac", "kfac", "corrected", "diagonal", "ewc", "fixed-bn", "fine-tuning"]
+    names = ["xkfac", "kfac", "corrected", "diagonal", "unmerged", "ewc", "fixed-bn", "fine-tuning"]
+    assert list(METHODS) == names
     assert all(method.name == name for name, method in METHODS.items())
 
 
@@ -25,6 +26,15 @@ def test_xkfac_is_the_papers_method_in_the_mean_form():
 @pytest.mark.parametrize("name", ["xkfac", "kfac", "corrected", "diagonal"])
 def test_merging_methods_differ_in_their_curvature_alone(name):
     assert METHODS[name] == dataclasses.replace(METHODS["xkfac"], name=name, settings=Settings(name))
+
+
+def test_the_unmerged_method_is_xkfac_without_merging_and_what_serves_merged_weights():
+    assert METHODS["unmerged"] == dataclasses.replace(METHODS["xkfac"], name="unmerged", merge=False, recentre=False)
+
+
+def test_ewc_can_have_its_bn_fixed():
+    changed = get_method("ewc", fixed_bn=True, interpretation="eval", recentre=False)
+    assert changed == dataclasses.replace(METHODS["ewc"], fixed_bn=True)
 
 
 def test_the_other_methods_are_what_their_names_say():
@@ -62,6 +72,7 @@ def test_every_interpretation_is_taken(interpretation):
         ("K-FAC", "kfac"),
         ("EWC", "ewc"),
         ("fixed_bn", "fixed-bn"),
+        ("un-merged", "unmerged"),
         ("finetuning", "fine-tuning"),
         ("diag", "diagonal"),
         ("correct", "corrected"),
@@ -134,6 +145,7 @@ def test_bad_values_are_refused(option, value, sentence):
             "interpretation='brn' has no mini-batch .*; pass interpretation='eval'",
         ),
         ("xkfac", {"units": False}, "units=False penalises every parameter by itself, .*; pass kind='diagonal'"),
+        ("unmerged", {"units": False}, "units=False penalises every parameter by itself, .*; pass kind='diagonal'"),
         ("ewc", {"kind": "kfac"}, "units=False penalises every parameter by itself, which has no kfac factors"),
         ("fine-tuning", {"form": "paper"}, "penalised=False has no curvature, so its options have no effect"),
         ("fine-tuning", {"merge": False}, "penalised=False has no curvature, so its options have no effect"),

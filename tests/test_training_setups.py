@@ -17,7 +17,7 @@ from xkfac import Balance, Learner, consolidate
 from xkfac.errors import XkfacError
 from xkfac.merging import INTERPRETATIONS
 
-METHODS = ["xkfac", "fixed-bn", "ewc"]
+METHODS = ["xkfac", "unmerged", "fixed-bn", "ewc"]
 
 
 def twin(model, learner, **options):

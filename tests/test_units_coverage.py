@@ -113,8 +113,10 @@ def test_a_name_that_excludes_nothing_is_an_error_with_a_suggestion():
 
 def test_without_merging_a_layer_and_its_norm_are_two_units_and_without_units_all_is_free():
     net = pair()
-    split = {"0": ("linear", None), "1": ("norm", "1"), "3": ("linear", None)}
-    assert summary(find(net, merge=False)) == split
+    split = {"0": ("linear", None), "1": ("unmerged", "1"), "3": ("linear", None)}
+    coverage = find(net, merge=False)
+    assert summary(coverage) == split
+    assert coverage.units[1] == xkfac.Unit("1", "unmerged", (coverage.units[0].shape[1], 1, 4), norm="1")
     assert summary(find(net, units=False)) == {name: ("free", None) for name, _ in net.named_parameters()}
 
 

@@ -38,19 +38,26 @@ def find(model, *shape, **options):
 
 
 def assert_partition(model, coverage):
-    """Every parameter has one row, in order; every unit has exactly the parameters whose rows name it."""
+    """Every parameter has one row, in order; every unit has exactly the parameters whose rows name it.
+
+    The statistics of unmerged BN follow, two a BN.
+    """
     parameters = dict(model.named_parameters())
-    assert [row.parameter for row in coverage.rows] == list(parameters)
+    rows, statistics = coverage.rows[: len(parameters)], coverage.rows[len(parameters) :]
+    assert [row.parameter for row in rows] == list(parameters)
+    unmerged = [unit.norm for unit in coverage.units if unit.kind == "unmerged"]
+    names = [f"{norm}.{name}" for norm in unmerged for name in ("running_mean", "running_var")]
+    assert [row.parameter for row in statistics] == names
     units = {unit.name: unit for unit in coverage.units}
     assert len(units) == len(coverage.units)
-    for row in coverage.rows:
+    for row in rows:
         assert row.size == parameters[row.parameter].numel()
         if row.kind == "excluded":
             assert row.unit == "-"
         else:
             assert row.kind == units[row.unit].kind
             assert row.parameter in parameters_of(model, units[row.unit])
-    assert sum(len(parameters_of(model, unit)) for unit in units.values()) == sum(r.unit != "-" for r in coverage.rows)
+    assert sum(len(parameters_of(model, unit)) for unit in units.values()) == sum(r.unit != "-" for r in rows)
 
 
 def summary(coverage):

@@ -1,7 +1,7 @@
 """Continual learning for networks with batch normalization by extended Kronecker-factored curvature (XK-FAC)."""
 
 from xkfac.curvature import Curvature, Settings
-from xkfac.errors import MemoryFileError, MismatchError, UnitError, XkfacError
+from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, UnitError, XkfacError
 from xkfac.estimation import Estimate, estimate
 from xkfac.learner import Balance, Learner
 from xkfac.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
@@ -32,6 +32,7 @@ __all__ = [
     "MemoryFileError",
     "Method",
     "MismatchError",
+    "NotFiniteError",
     "Penalty",
     "Settings",
     "Unit",

@@ -13,6 +13,7 @@ from xkfac.curvature import Curvature, Settings
 from xkfac.errors import UnitError
 from xkfac.factors import Moments, batch_gradient, unit_gradients, unit_inputs
 from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, Term, symmetrised
+from xkfac.merging import BoundUnit
 from xkfac.units import Unit
 
 
@@ -63,7 +64,7 @@ class FactorCollector(Collector):
 
     def block(self, examples: int) -> Block:
         """Return the block."""
-        return Kronecker(self.moments.terms(self.unit.shape[1]))
+        return Kronecker(self.moments.terms(self.unit.shape[1], examples))
 
 
 class SquareCollector(Collector):
@@ -88,7 +89,7 @@ class SquareCollector(Collector):
         if self.basis is not None:
             gradient = self.basis.right.mT @ gradient @ self.basis.left
         square = gradient.square() * weight
-        self.total = square if self.total is None else self.total + square
+        self.total = square if self.total is None else self.total.add_(square)
 
     def block(self, examples: int) -> Block:
         """Return the block."""
@@ -96,6 +97,35 @@ class SquareCollector(Collector):
         if self.basis is None:
             return Diagonal(values)
         return replace(self.basis, scales=values.to(self.basis.left.device))
+
+
+class UnmergedCollector(SquareCollector):
+    """Collects E[(dL/dp)^2] / N for every gamma, beta, mu and sigma of a BN y = gamma (h - mu) / sigma + beta.
+
+    mu and sigma, those that the BN applies to the batch, are regarded as parameters: with x = (h - mu) / sigma and the
+    gradient G at the output, dL/dgamma = sum G x, dL/dbeta = sum G, dL/dmu = -gamma / sigma dL/dbeta and
+    dL/dsigma = -gamma / sigma dL/dgamma.
+    """
+
+    def __init__(self, unit: Unit, dtype: torch.dtype, bound: BoundUnit) -> None:
+        super().__init__(unit, dtype)
+        self.bound = bound
+        self._scale: Tensor
+
+    def inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Take a batch's input [N, C, ...] of the BN, which is about to run, and normalise it as the BN will."""
+        (input,) = inputs
+        input = input.to(self.dtype)
+        mean, std = self.bound.normalisation(self.bound.applied(input))
+        each = (-1, *[1] * (input.dim() - 2))
+        self._inputs = [(input - mean.view(each)) / std.view(each)]
+        gamma = self.bound.norm.weight
+        self._scale = (1 if gamma is None else gamma.to(self.dtype)) / std.to(self.dtype)
+
+    def add(self, gradient: Tensor, weight: float) -> None:
+        """Take the gradient [C, 1, 2] with respect to gamma and beta of one backward pass."""
+        statistics = -self._scale[:, None, None] * gradient.flip(2)
+        super().add(torch.cat([gradient, statistics], 2), weight)
 
 
 class MarginalCollector(SquareCollector):
@@ -109,8 +139,8 @@ class MarginalCollector(SquareCollector):
     def add(self, gradient: Tensor, weight: float) -> None:
         """Take the gradient [groups, rows, columns] with respect to W~ of one backward pass."""
         left, right = symmetrised(gradient.mT @ gradient) * weight, symmetrised(gradient @ gradient.mT) * weight
-        self.left = left if self.left is None else self.left + left
-        self.right = right if self.right is None else self.right + right
+        self.left = left if self.left is None else self.left.add_(left)
+        self.right = right if self.right is None else self.right.add_(right)
 
     def block(self, examples: int) -> Block:
         """Return the Kronecker product with these moments as its partial traces."""
@@ -143,10 +173,10 @@ class JointCollector:
         self.moments.add_gradients(torch.cat(gradients, 3), weight)
         self._gradients.clear()
 
-    def block(self) -> KhatriRao:
-        """Return the Khatri-Rao product over all units."""
+    def block(self, examples: int) -> KhatriRao:
+        """Return the Khatri-Rao product over all units, resting on so many examples."""
         rows = tuple(unit.shape[1] for unit in self.units)
-        return KhatriRao(self.moments.terms(sum(rows)), rows, tuple(unit.shape[2] for unit in self.units))
+        return KhatriRao(self.moments.terms(sum(rows), examples), rows, tuple(unit.shape[2] for unit in self.units))
 
 
 class JointMember(Collector):
@@ -188,4 +218,4 @@ class Collectors:
         blocks = {name: block for name, c in self.of.items() if (block := c.block(self.examples)) is not None}
         if self.joint is None or not self.joint.units:
             return Curvature(blocks)
-        return Curvature(blocks, self.joint.block(), tuple(unit.name for unit in self.joint.units))
+        return Curvature(blocks, self.joint.block(self.examples), tuple(unit.name for unit in self.joint.units))

@@ -114,6 +114,13 @@ class Curvature:
             products.update(zip(self.joint_units, joint, strict=True))
         return products
 
+    def add_product(self, displacements: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """Add H v to `out`, each [groups, rows, columns] by unit, in place (eq. bp)."""
+        for name, block in self.blocks.items():
+            block.add_product(displacements[name], out[name])
+        if self.joint is not None:
+            self.joint.add_product([displacements[n] for n in self.joint_units], [out[n] for n in self.joint_units])
+
     def quadratic(self, displacements: Mapping[str, Tensor]) -> Tensor:
         """Return v^T H v / 2, a scalar."""
         products = self.product(displacements)

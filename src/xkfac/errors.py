@@ -9,6 +9,10 @@ class UnitError(XkfacError):
     """A part of a network cannot be treated as it stands."""
 
 
+class NotFiniteError(UnitError):
+    """A network, or its curvature, has numbers that are not finite."""
+
+
 class MismatchError(XkfacError):
     """A memory and a model do not belong together."""
 

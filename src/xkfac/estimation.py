@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xkfac.batches import Forward, default_forward, labels_of
+from xkfac.batches import Forward, default_forward, labels_of, size_of
 from xkfac.collecting import (
     Collector,
     Collectors,
@@ -24,12 +25,15 @@ from xkfac.collecting import (
     JointMember,
     MarginalCollector,
     SquareCollector,
+    UnmergedCollector,
 )
 from xkfac.curvature import Basis, Curvature, CurvatureKind, Labels, Settings
-from xkfac.errors import UnitError, XkfacError
+from xkfac.errors import NotFiniteError, UnitError, XkfacError
 from xkfac.factors import Form, Grouping, Moments
+from xkfac.graphs import Replayed
 from xkfac.kronecker import Block, Corrected, Kronecker, eigenbasis
 from xkfac.likelihood import Likelihood, get_likelihood
+from xkfac.merging import BoundUnit
 from xkfac.passes import (
     Progress,
     Statistics,
@@ -75,13 +79,15 @@ def estimate(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: Progress = False,
+    graph: bool = False,
 ) -> Estimate:
     """Estimate the curvature of `model` on the data of `loader`; the model is left as it was, bit by bit.
 
     `kind` to `basis` are explained at `Settings`; `merge`, `units`, `exclude` and `forward` at `find_units`.
     Factors are accumulated in `dtype`, float32 unless the model is float64, also under autocast. `seed` fixes the
-    labels that are drawn. The network runs in evaluation mode but for its BN, which uses mini-batch statistics; a
-    batch of a single example has none and runs with the population's.
+    labels that are drawn. With `graph` the work of a batch is recorded as a CUDA graph and replayed for all batches of
+    the same shape, which pays on a GPU for small networks. The network runs in evaluation mode but for its BN, which
+    uses mini-batch statistics; a batch of a single example has none and runs with the population's.
 
     Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
     """
@@ -94,7 +100,10 @@ def estimate(
         dtype or _wide_dtype(model),
         seed,
         lambda batch: find_units(model, batch, merge=merge, units=units, exclude=exclude, forward=forward),
+        graph,
     )
+    if graph and device_of(run.model).type != "cuda":
+        raise XkfacError("graph=True needs the model on a CUDA device; leave it out")
     with untouched(run.model):
         feed = {"max_batches": max_batches, "progress": progress}
         collectors, examples = run.over(loader, run.first_collector, **feed)
@@ -120,7 +129,7 @@ def estimate(
 def _check_finite(curvature: Curvature) -> None:
     for unit, tensor in curvature.tensors():
         if not bool(tensor.isfinite().all()):
-            raise XkfacError(
+            raise NotFiniteError(
                 f"the factors of unit '{unit}' are not finite; check the data and the network's outputs, or estimate "
                 "in float32 instead of a reduced precision"
             )
@@ -166,7 +175,7 @@ class _Capture(Trace):
         if unit is None:
             return func(*args, **kwargs)
         input = args[0] if args else kwargs["input"]
-        if unit.kind == "norm":
+        if unit.weight is None:
             self._see_input(unit, input)
         self._wake(input, getattr(self.model.get_submodule(str(self.norm)), "bias", None))
         return self._tap(unit, func(*args, **kwargs))
@@ -270,6 +279,7 @@ class _Run:
     dtype: torch.dtype
     seed: int
     find: Callable[[Any], Coverage]
+    graph: bool = False
     coverage: Coverage | None = None
     draws: int = 1
 
@@ -289,14 +299,19 @@ class _Run:
         generator = torch.Generator(device).manual_seed(self.seed)
         self.draws = self.settings.draws_over(count_batches(loader, feed["max_batches"]))
         capture: _Capture | None = None
+        work: Callable[[Any], None]
         for size, batch in batches(loader, device, what="curvature", **feed):
             if self.coverage is None:
                 self.coverage = self.find(batch)
             if capture is None:
                 capture = _Capture(self.model, self.coverage.units, self._collectors(collector))
                 self._only_free_gradients()
+                work = partial(self._batch, capture, generator)
+                if self.graph:
+                    work = Replayed(work, generator)
             set_mode(self.model, self.settings.statistics if size > 1 else "population")
-            self._batch(capture, size, batch, generator)
+            work(batch)
+            capture.collectors.examples += size
         assert capture is not None
         return capture.collectors, capture.collectors.examples
 
@@ -311,6 +326,8 @@ class _Run:
         for unit in self.coverage.units:
             if unit.kind == "free":
                 made[unit.name] = SquareCollector(unit, self.dtype)
+            elif unit.kind == "unmerged":
+                made[unit.name] = UnmergedCollector(unit, self.dtype, BoundUnit(self.model, unit))
             elif joint is not None and unit.kind == "linear":
                 made[unit.name] = JointMember(unit, self.dtype, joint)
             else:
@@ -327,7 +344,8 @@ class _Run:
         for unit in self._free():
             self.model.get_parameter(unit.name).requires_grad_()
 
-    def _batch(self, capture: _Capture, size: int, batch: Any, generator: torch.Generator) -> None:
+    def _batch(self, capture: _Capture, generator: torch.Generator, batch: Any) -> None:
+        size = size_of(batch)
         capture.begin_batch(size)
         with torch.enable_grad(), capture.running():
             output = self.forward(self.model, batch)
@@ -337,7 +355,6 @@ class _Run:
                 f"{list(output.shape) if isinstance(output, Tensor) else type(output).__name__}"
             )
         capture.end_forward()
-        capture.collectors.examples += size
         free = self._free()
         leaves = [*(self.model.get_parameter(unit.name) for unit in free), *capture.leaves, *capture.woken.values()]
         if not output.requires_grad:

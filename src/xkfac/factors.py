@@ -123,7 +123,8 @@ class Gram:
     def add(self, blocks: Tensor, scale: float) -> None:
         """Take the vectors [groups, ., ., F]."""
         rows = blocks.flatten(1, 2)
-        if rows.shape[1] < self._wait:
+        # On a GPU a thin product costs no more than the copy that would let it wait, and waiting cannot be replayed.
+        if rows.shape[1] < self._wait and not rows.is_cuda:
             self._waiting.append(rows * scale**0.5)
             if sum(few.shape[1] for few in self._waiting) >= self._wait:
                 self._flush()
@@ -168,7 +169,6 @@ class Moments:
         self.population = form == "mean" and len(levels) > 1
         self._left = [Gram() for _ in levels]
         self._right = [Gram() for _ in levels]
-        self._examples = 0
         self._positions = 1
         # In the mean form inputs are taken from a fixed point, the first batch's mean, and the population's mean is
         # known at the end: the covariance is then no difference of large numbers, and no batch is looked at twice.
@@ -187,7 +187,6 @@ class Moments:
         for total, part in zip(self._left, deviations, strict=False):
             # A level's blocks stand for all N * S elements: an average over blocks times N * S.
             total.add(part, examples * positions / _blocks(part))
-        self._examples += examples
 
     def _from_origin(self, mean: Tensor, examples: int, positions: int) -> Tensor:
         """Return the origin, having noted how far a batch's mean is from it."""
@@ -198,7 +197,7 @@ class Moments:
                 f"unit '{self.name}' has {mean.shape[2]} positions in one batch and {self._origin.shape[2]} in "
                 "another, so its mean by location is undefined; use form='paper', or grouping='pooled'"
             )
-        self._drift = self._drift + (mean - self._origin) * examples
+        self._drift.add_(mean - self._origin, alpha=examples)
         return self._origin
 
     def add_gradients(self, g: Tensor, weight: float = 1.0) -> None:
@@ -212,21 +211,23 @@ class Moments:
             else:  # (n H_k - H_{k+1}) / (n - 1), n blocks of this level in one of the next, as a Gram matrix
                 total.add(part - coarser / count, weight * count / (count - 1))
 
-    def terms(self, rows: int) -> tuple[Term, ...]:
+    def terms(self, rows: int, examples: int) -> tuple[Term, ...]:
         """Return the terms, one a level, with input factors [groups, D, D] and gradient factors [groups, rows, rows].
+
+        `examples` is how many were taken in all.
 
         The gradient factors are zero where no gradient ever arrived.
         """
-        left = [factor for gram in self._left if (factor := gram.mean(self._examples)) is not None]
+        left = [factor for gram in self._left if (factor := gram.mean(examples)) is not None]
         groups = left[0].shape[0]
         right = [
-            left[0].new_zeros(groups, rows, rows) if (factor := gram.mean(self._examples)) is None else factor
+            left[0].new_zeros(groups, rows, rows) if (factor := gram.mean(examples)) is None else factor
             for gram in self._right
         ]
         if self._origin is None or self._drift is None:
             return tuple(Term(a, h) for a, h in zip(left, right, strict=True))
         scale = (self._positions / self._origin.shape[2]) ** 0.5
-        drift = (self._drift / self._examples * scale).flatten(1, 2)
+        drift = (self._drift / examples * scale).flatten(1, 2)
         left[-1] = left[-1] - symmetrised(drift.mT @ drift)
         root = self._origin.flatten(1, 2) * scale + drift
         return (*(Term(a, h) for a, h in zip(left, right, strict=False)), root_term(root, right[-1]))

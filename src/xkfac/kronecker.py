@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ class Term:
         if self.low_rank:
             return self.right @ (displacement @ self.left.mT) @ self.left
         return self.right @ displacement @ self.left
+
+    def add_product(self, displacement: Tensor, out: Tensor) -> None:
+        """Add H V A to `out`, both [groups, C, D], in place."""
+        inner = torch.bmm(displacement, self.left.mT) if self.low_rank else displacement
+        out.baddbmm_(torch.bmm(self.right, inner), self.left)
 
     def average(self, other: Term, own: float, others: float) -> Term:
         """Return the term with the factors own * (these) + others * (the other's)."""
@@ -59,6 +65,11 @@ class Kronecker:
         for term in self.terms[1:]:
             total = total + term.product(displacement)
         return total
+
+    def add_product(self, displacement: Tensor, out: Tensor) -> None:
+        """Add sum_k H_k V A_k to `out`, both [groups, C, D], in place."""
+        for term in self.terms:
+            term.add_product(displacement, out)
 
     def dense(self) -> Tensor:
         """Return the matrices [groups, C D, C D]."""
@@ -122,6 +133,10 @@ class Diagonal:
         """Return the elementwise product with V [groups, C, D]."""
         return self.values * displacement
 
+    def add_product(self, displacement: Tensor, out: Tensor) -> None:
+        """Add the elementwise product with V to `out`, both [groups, C, D], in place."""
+        out.addcmul_(self.values, displacement)
+
     def dense(self) -> Tensor:
         """Return the matrices [groups, C D, C D]."""
         return torch.diag_embed(self.values.mT.flatten(1))
@@ -161,6 +176,11 @@ class Corrected:
         """Return U_H (s * (U_H^T V U_A)) U_A^T for V [groups, C, D]."""
         inner = self.scales * (self.right.mT @ displacement @ self.left)
         return self.right @ inner @ self.left.mT
+
+    def add_product(self, displacement: Tensor, out: Tensor) -> None:
+        """Add U_H (s * (U_H^T V U_A)) U_A^T to `out`, both [groups, C, D], in place."""
+        inner = torch.bmm(torch.bmm(self.right.mT, displacement), self.left).mul_(self.scales)
+        out.baddbmm_(torch.bmm(self.right, inner), self.left.mT)
 
     def dense(self) -> Tensor:
         """Return the matrices [groups, C D, C D]."""
@@ -209,12 +229,32 @@ class KhatriRao:
     def product(self, displacements: Sequence[Tensor]) -> list[Tensor]:
         """Return sum_{l'} {H}_{l,l'} V_{l'} {A}_{l,l'}^T (eq. bp) for V_l [1, C_l, D_l], one l after the other."""
         totals = [torch.zeros_like(displacement) for displacement in displacements]
-        for term in self.terms:
-            left, right = _blocks(term.dense_left[0], self.columns), _blocks(term.right[0], self.rows)
-            for i, total in enumerate(totals):
-                for j, displacement in enumerate(displacements):
-                    total += right[i][j] @ displacement @ left[i][j].mT
+        self.add_product(displacements, totals)
         return totals
+
+    def add_product(self, displacements: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Add the products to `out`, one l after the other, in place."""
+        for term, (left, right) in zip(self.terms, self._pairs, strict=True):
+            if term.low_rank:
+                roots = torch.split(term.left[0], list(self.columns), 1)
+                inner = torch.cat([v[0] @ root.mT for v, root in zip(displacements, roots, strict=True)])
+                outer = torch.split(term.right[0] @ inner, list(self.rows))
+                for total, part, root in zip(out, outer, roots, strict=True):
+                    total[0].addmm_(part, root)
+                continue
+            for j, displacement in enumerate(displacements):
+                for total, block, part in zip(
+                    out, left, torch.split(right[j] @ displacement[0], list(self.rows)), strict=True
+                ):
+                    total[0].addmm_(part, block[j].mT)
+
+    @cached_property
+    def _pairs(self) -> list[tuple[list[list[Tensor]], list[Tensor]]]:
+        """The blocks of {A} and the columns of blocks of {H}, cut once: a training step has no time to copy them."""
+        return [
+            ([] if t.low_rank else _blocks(t.left[0], self.columns), _columns(t.right[0], self.rows))
+            for t in self.terms
+        ]
 
     def dense(self) -> Tensor:
         """Return the matrix over all units one after the other, [sum C_l D_l, sum C_l D_l]."""
@@ -299,6 +339,11 @@ def _blocks(matrix: Tensor, sizes: Sequence[int]) -> list[list[Tensor]]:
     """Return the blocks {M}_{i,j} of a matrix partitioned alike in rows and columns."""
     rows = torch.split(matrix, list(sizes), 0)
     return [[block.contiguous() for block in torch.split(row, list(sizes), 1)] for row in rows]
+
+
+def _columns(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Return the columns of blocks {M}_{:,j} of a matrix."""
+    return [block.contiguous() for block in torch.split(matrix, list(sizes), 1)]
 
 
 def _kron(left: Tensor, right: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from xkfac.batches import Forward
+from xkfac.branches import Branch
 from xkfac.errors import MismatchError, XkfacError
+from xkfac.fused import FusedPenalty
 from xkfac.likelihood import Likelihood, get_likelihood
 from xkfac.memory import Memory, estimate_for
 from xkfac.merging import BoundUnit, Interpretation, Reading, bind, norm_input
@@ -87,6 +89,9 @@ class Learner:
     Raises MismatchError when the memory is not that of `model`, XkfacError for options that do not go together.
     """
 
+    # Whether the penalty runs beside the forward pass, see `Branch`; None: on CUDA.
+    _branches: bool | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -123,12 +128,24 @@ class Learner:
         self._bound = bind(self.model, memory.units)
         read = self.memory.to(dtype=_wide_dtype(self.model))
         self._penalty = Penalty(read.curvature, read.anchor, damping)
+        self._fused = FusedPenalty(self._penalty, self._bound) if self._bound else None
         self._readings: dict[str, Reading] = {}
         self._blind: set[str] = set()
         self._handles: list[Any] = []
         self._frozen: list[tuple[nn.Parameter, bool]] = []
         self._begun = self._closed = False
+        branches = device.type == "cuda" if self._branches is None else self._branches
+        self._branch = self._fork() if branches else None
         self._watch_norms()
+
+    def _fork(self) -> Branch | None:
+        """Return a branch that forks where a forward pass begins, where the method has work for it."""
+        if self._fused is None or not self._fused.branches_off or self.method.interpretation != "brn":
+            return None
+        branch = Branch(self._bound.values(), device_of(self.model))
+        # A function, which a copy of the model shares; of a method it would copy the object, stream and all.
+        self._handles.append(self.model.register_forward_pre_hook(lambda module, inputs: branch.begin(module)))
+        return branch
 
     @property
     def _reads_merged_weights(self) -> bool:
@@ -158,9 +175,14 @@ class Learner:
         def read(module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
             if not module.training:
                 return
-            reading = bound.read(norm_input(inputs, keywords), interpretation)
+            input = norm_input(inputs, keywords)
+            if torch.compiler.is_compiling():
+                self._readings[name] = bound.read(input, interpretation)
+                return
+            population = None if self._branch is None else self._branch.population(name)
+            reading = bound.observe(input, interpretation, population)
             # A checkpointed segment runs again inside the backward pass; its first run is the one that counts.
-            if torch.compiler.is_compiling() or not _in_backward():
+            if not _in_backward():
                 self._readings[name] = reading
             elif name in self._blind and reading.mean.requires_grad:
                 raise _without_gradient(name)
@@ -225,12 +247,16 @@ class Learner:
 
         A BN that did not run in training mode since the last call is read with its population statistics.
         """
-        if not self._bound:
+        if self._fused is None:
             return torch.zeros((), device=device_of(self.model))
         self._check_differentiable()
-        weights = {name: bound.merged_weight(self._readings.get(name)) for name, bound in self._bound.items()}
+        readings = dict(self._readings)
         self._readings.clear()
-        return self._penalty(weights)
+        if not torch.compiler.is_compiling():
+            covered = self._branch is not None and self._branch.covers(readings)
+            return self._fused(readings, self._branch if covered else None)
+        # A compiler fuses by itself, if it sees the single operations.
+        return self._penalty({name: bound.merged_weight(readings.get(name)) for name, bound in self._bound.items()})
 
     def _check_differentiable(self) -> None:
         """Refuse statistics that were read without gradient, as in the first run of a re-entrant checkpoint."""
@@ -259,7 +285,7 @@ class Learner:
         source, target = self.importance
         source *= self.strength
         if self.balance is None:
-            return source * penalty + target * loss
+            return torch.add(target * loss, penalty, alpha=source)
         # New tensors are what the backward pass keeps: the update changes the alphas in place before it runs.
         objective = penalty * (source / self.balance.alpha_s) + loss * (target / self.balance.alpha_t)
         self.balance.update(penalty.detach(), loss.detach(), (source, target))
@@ -287,6 +313,7 @@ class Learner:
         dtype: torch.dtype | None = None,
         seed: int = 0,
         progress: Progress = False,
+        graph: bool = False,
     ) -> Memory:
         """End the target task: return the memory extended by it, H <- ls * H + lt * H_t (postprocessing).
 
@@ -312,6 +339,7 @@ class Learner:
             dtype=dtype,
             seed=seed,
             progress=progress,
+            graph=graph,
         )
         return memory.extend(self.model, new, *self.importance, keep_all=keep == "all")
 

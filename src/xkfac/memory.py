@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from xkfac import storage
 from xkfac.batches import Forward
 from xkfac.curvature import Curvature, Settings
-from xkfac.errors import MemoryFileError, MismatchError, XkfacError
+from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, XkfacError
 from xkfac.estimation import Estimate, estimate
 from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, assemble, khatri_rao, parts, symmetrised
 from xkfac.likelihood import LIKELIHOODS, Likelihood, get_likelihood
@@ -275,7 +275,7 @@ def _anchor(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
     anchor = anchor_of(model, units)
     for name, tensor in anchor.items():
         if not bool(tensor.isfinite().all()):
-            raise XkfacError(
+            raise NotFiniteError(
                 f"the merged weight of unit '{name}' is not finite; check the model's weights and BN statistics"
             )
     return anchor
@@ -350,13 +350,14 @@ def consolidate(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: Progress = False,
+    graph: bool = False,
     **changes: Any,
 ) -> Memory:
     """Make the memory of the task that `model` has just learnt, while its data is there.
 
-    `method` is one of `METHODS`: xkfac, kfac, corrected, diagonal, ewc, fixed-bn, fine-tuning. `changes` are fields of
-    `Method` and `Settings`, such as `form="mean"`. The other arguments are those of `estimate`. The model is left as it
-    was, bit by bit.
+    `method` is one of `METHODS`: xkfac, kfac, corrected, diagonal, unmerged, ewc, fixed-bn, fine-tuning. `changes`
+    are fields of `Method` and `Settings`, such as `form="mean"`. The other arguments are those of `estimate`. The model
+    is left as it was, bit by bit.
     """
     chosen = get_method(method, **changes)
     likelihood = get_likelihood(likelihood)
@@ -372,6 +373,7 @@ def consolidate(
         dtype=dtype,
         seed=seed,
         progress=progress,
+        graph=graph,
     )
     anchor, curvature = _uniform(_anchor(model, new.coverage.units), new.curvature)
     return Memory(anchor, curvature, 1, new.coverage, chosen, likelihood, exclude, new.examples)

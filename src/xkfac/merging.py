@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from xkfac.batches import Forward, default_forward
-from xkfac.errors import MismatchError, UnitError
+from xkfac.errors import MismatchError, NotFiniteError, UnitError
 from xkfac.passes import Progress, batches, device_of, norms_of, untouched, unwrap
 from xkfac.renorm import _BatchRenorm, keep
 from xkfac.units import Unit
@@ -26,7 +26,8 @@ class Reading:
     """Statistics under which a BN is read, all [C]: W~ = (gamma r / sqrt(var + eps)) w, and so on (eq. mergebrn).
 
     `differentiable` is False where the gradient should flow through mean and var and cannot, since gradients were
-    disabled when they were read.
+    disabled when they were read. With `population` [2, C], mean and variance, r and d are not worked out yet: they are
+    those that bring the value to these statistics.
     """
 
     mean: Tensor
@@ -34,6 +35,37 @@ class Reading:
     r: Tensor | float = 1.0
     d: Tensor | float = 0.0
     differentiable: bool = True
+    population: Tensor | None = None
+
+
+class _Statistics(torch.autograd.Function):
+    """Mean and variance [C] of [N, C, ...]; the gradient takes one pass over the input, where torch's takes several."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> tuple[Tensor, Tensor]:
+        if input.device.type in ("cpu", "cuda"):
+            # BN's own kernel, which reads activations several times as fast as `var_mean`.
+            mean, var = torch.batch_norm_update_stats(_wide(input), None, None, 0.0)
+        else:
+            mean, var = _mean_and_var(input)
+        ctx.save_for_backward(input, mean)
+        return mean, var
+
+    @staticmethod
+    def backward(ctx: Any, to_mean: Tensor, to_var: Tensor) -> Tensor:
+        """Return dh_n = (dmu + 2 dvar (h_n - mu)) / M for M values a channel."""
+        input, mean = ctx.saved_tensors
+        count = input.numel() // input.shape[1]
+        shape = (-1, *[1] * (input.dim() - 2))
+        constant = torch.addcmul(to_mean, to_var, mean, value=-2) / count
+        total = torch.addcmul(constant.view(shape), _wide(input), to_var.view(shape), value=2 / count)
+        return total.to(input.dtype)
+
+
+def _mean_and_var(input: Tensor) -> tuple[Tensor, Tensor]:
+    axes = [axis for axis in range(input.dim()) if axis != 1]
+    var, mean = torch.var_mean(_wide(input), axes, correction=0)
+    return mean, var
 
 
 class BoundUnit:
@@ -71,8 +103,8 @@ class BoundUnit:
 
     def _matrix_shape(self) -> tuple[int, int, int]:
         groups = self.unit.shape[0]
-        if self.unit.kind == "norm":
-            return (self.norm.num_features, 1, 2)
+        if self.unit.kind in ("norm", "unmerged"):
+            return (self.norm.num_features, 1, 2 if self.unit.kind == "norm" else 4)
         if self.unit.kind == "free":
             return (1, 1, self.weight.numel())
         rows, columns = self.weight.shape[0], self.weight[0].numel()
@@ -90,22 +122,50 @@ class BoundUnit:
         to the population statistics while the gradient flows through the mini-batch's; r and d are clipped only in a
         batch-renormalized net, where the forward pass clips them too.
         """
-        mean, var = batch_statistics(input)
+        return self._with_correction(self.observe(input, interpretation))
+
+    def observe(self, input: Tensor, interpretation: Interpretation, population: Tensor | None = None) -> Reading:
+        """Return what `read` does, with the population's statistics in place of r and d that follow from them.
+
+        `population` [2, C] is a copy of them, if one is at hand.
+        """
         if interpretation == "const":
-            return Reading(mean.detach(), var.detach())
+            return Reading(*batch_statistics(input.detach()))
+        mean, var = batch_statistics(input)
         differentiable = torch.is_grad_enabled()
         if interpretation == "bn":
             return Reading(mean, var, differentiable=differentiable)
-        with torch.no_grad():
-            r, d = self._correction(mean.detach(), var.detach())
-        return Reading(mean, var, r, d, differentiable)
-
-    def _correction(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-        """Return r and d [C] that bring mini-batch statistics [C] to the population's."""
         if isinstance(self.norm, _BatchRenorm):
-            return self.norm.correction(mean, var)
-        std = (_wide(self.norm.running_var) + self.norm.eps).sqrt()
-        return keep((var + self.norm.eps).sqrt() / std), keep((mean - _wide(self.norm.running_mean)) / std)
+            return Reading(mean, var, *self.norm.correction(mean.detach(), var.detach()), differentiable)
+        if population is None:
+            # A copy, since the forward pass is about to change the buffers in place.
+            population = torch.stack([_wide(self.norm.running_mean), _wide(self.norm.running_var)])
+        return Reading(mean, var, differentiable=differentiable, population=population)
+
+    @torch.no_grad()
+    def _with_correction(self, reading: Reading) -> Reading:
+        """Return `reading` with r and d [C] that bring mini-batch statistics [C] to the population's."""
+        if reading.population is None:
+            return reading
+        mean, var = reading.population
+        std = (var + self.norm.eps).sqrt()
+        r, d = (reading.var + self.norm.eps).sqrt() / std, (reading.mean - mean) / std
+        return replace(reading, r=keep(r), d=keep(d), population=None)
+
+    def applied(self, input: Tensor) -> Reading:
+        """Return the reading that the BN itself applies to a mini-batch `input` [N, C, ...] in its present mode."""
+        if not self.norm.training:
+            return self.population()
+        return self.read(input, "brn" if isinstance(self.norm, _BatchRenorm) else "bn")
+
+    def normalisation(self, reading: Reading) -> tuple[Tensor, Tensor]:
+        """Return mu and sigma [C] of the BN under `reading`: y = gamma (h - mu) / sigma + beta.
+
+        The equation of BRN, y = gamma ((h - mu_bar) / sigma_bar r + d) + beta, has this form with sigma = sigma_bar / r
+        and mu = mu_bar - d sigma, r and d being constants.
+        """
+        std = (_wide(reading.var) + self.norm.eps).sqrt() / reading.r
+        return _wide(reading.mean) - reading.d * std, std
 
     @property
     def trainable(self) -> bool:
@@ -117,13 +177,20 @@ class BoundUnit:
     def merged_weight(self, reading: Reading | None = None) -> Tensor:
         """Return W~ [groups, rows, columns] (eq. mergebn, eq. mergebrn), read with population statistics by default.
 
+        That of an unmerged BN is its gamma, beta, mu and sigma side by side, gamma = 1 and beta = 0 where it has none.
         Differentiable in the unit's parameters and in the statistics of `reading`.
         """
+        reading = reading and self._with_correction(reading)
         if self.norm is None:
             weight = _wide(self.weight)
             if self.bias is not None:
                 weight = torch.cat([weight.flatten(1), _wide(self.bias)[:, None]], 1)
             return weight.reshape(self.unit.shape)
+        if self.unit.kind == "unmerged":
+            mean, std = self.normalisation(reading or self.population())
+            gamma = torch.ones_like(std) if self.norm.weight is None else _wide(self.norm.weight)
+            beta = torch.zeros_like(std) if self.norm.bias is None else _wide(self.norm.bias)
+            return torch.stack([gamma, beta, mean, std], 1).reshape(self.unit.shape)
         scale, shift = self._affine(reading or self.population())
         if self.unit.kind == "norm":
             return torch.stack([scale, shift], 1).reshape(self.unit.shape)
@@ -161,9 +228,10 @@ def anchor_of(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
 
 def batch_statistics(input: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and variance [C] of a mini-batch [N, C, ...], in float32 at least, with gradient."""
-    axes = [axis for axis in range(input.dim()) if axis != 1]
-    var, mean = torch.var_mean(_wide(input), axes, correction=0)
-    return mean, var
+    # Compilers and the transforms of torch.func see through torch's own operation only.
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not input.requires_grad:
+        return _mean_and_var(input)
+    return _Statistics.apply(input)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def recentre(
@@ -270,7 +338,7 @@ def _check_recentrable(path: str, norm: Any, pool: _Pool) -> None:
         )
     stored = torch.cat([pool.mean, pool.var]).to(norm.running_var.dtype)
     if not bool(stored.isfinite().all()):
-        raise UnitError(f"the input of '{path}' is not finite on the new data; check the data and the network")
+        raise NotFiniteError(f"the input of '{path}' is not finite on the new data; check the data and the network")
 
 
 @torch.no_grad()
@@ -285,7 +353,7 @@ def _recentre_norm(norm: Any, pool: _Pool) -> None:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def _times(shape: Iterable[int]) -> str:

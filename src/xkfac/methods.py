@@ -17,7 +17,8 @@ class Method:
     """What is penalised, with which curvature, and how BN is treated while a target task is learnt.
 
     settings: the curvature. penalised: False for plain fine-tuning, which has none.
-    merge: a layer and its BN are one unit. units: False penalises every parameter by itself (plain EWC).
+    merge: a layer and its BN are one unit; False penalises the layer, gamma, beta, mu and sigma one by one.
+    units: False penalises every parameter by itself, and no statistics (plain EWC).
     interpretation: how merged weights are read in training. recentre: whether BN is re-centred at a task's start.
     fixed_bn: gamma, beta and the statistics of every BN stay as they are, and BN runs in evaluation mode.
     """
@@ -66,6 +67,8 @@ METHODS: dict[str, Method] = {
         Method("kfac", Settings("kfac")),
         Method("corrected", Settings("corrected")),
         Method("diagonal", Settings("diagonal")),
+        # Re-centring keeps merged weights and moves gamma, beta, mu and sigma away from anchors of their own.
+        Method("unmerged", merge=False, recentre=False),
         Method("ewc", Settings("diagonal"), merge=False, units=False, interpretation="eval", recentre=False),
         Method(
             "fixed-bn",

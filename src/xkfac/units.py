@@ -2,8 +2,9 @@
 
 A unit is the part of a network that is penalised as one matrix W~: a linear or convolutional layer together with the
 BN that consumes its output, such a layer alone, a BN alone, or, for every parameter outside these, the free parameter
-itself. A forward pass is watched at the level of torch functions, so what counts is what a network does, not how its
-modules are named: a weight that is standardised, tied or otherwise transformed before use is a free parameter.
+itself. Where nothing is merged, the layer is a unit and its BN another, whose gamma, beta, mu and sigma are penalised
+one by one. A forward pass is watched at the level of torch functions, so what counts is what a network does, not how
+its modules are named: a weight that is standardised, tied or otherwise transformed before use is a free parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from xkfac.errors import UnitError
 from xkfac.passes import device_of, norms_of, untouched, unwrap
 from xkfac.tracing import Call, Convolution, Trace, read_call
 
-Kind = Literal["linear", "conv", "norm", "free"]
+Kind = Literal["linear", "conv", "norm", "unmerged", "free"]
 
 _SAME_TENSOR = (Tensor.contiguous, Tensor.to, Tensor.float, Tensor.double, Tensor.type_as)
 
@@ -34,7 +35,8 @@ class Unit:
     """A unit: which parameters and BN it is made of, and the shape [groups, rows, columns] of its merged weight W~.
 
     `columns` counts the homogeneous coordinate, present where the unit has a bias of its own or through its BN. A
-    layer that a forward pass calls several times has these `calls` as further positions.
+    layer that a forward pass calls several times has these `calls` as further positions. A BN alone is of the kind
+    `norm`, the affine map [C, 1, 2] that it applies, or `unmerged`, its gamma, beta, mu and sigma [C, 1, 4].
     """
 
     name: str
@@ -48,13 +50,13 @@ class Unit:
 
     @property
     def homogeneous(self) -> bool:
-        """Whether the last column of W~ is a bias."""
+        """Whether the input of the unit's linear map is extended by a 1."""
         return self.kind != "free" and (self.norm is not None or self.bias is not None)
 
 
 @dataclass(frozen=True)
 class Row:
-    """How one parameter is treated: the line of it in a summary."""
+    """How one parameter, or a statistic that is penalised as one, is treated: the line of it in a summary."""
 
     parameter: str
     unit: str
@@ -65,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The units of a network, and a row for every one of its parameters."""
+    """The units of a network, and a row for every one of its parameters, then of the statistics of unmerged BN."""
 
     units: tuple[Unit, ...]
     rows: tuple[Row, ...]
@@ -181,9 +183,10 @@ def find_units(
 ) -> Coverage:
     """Run `model` once on `batch` and return its units.
 
-    With `merge=False` a layer and the BN behind it are two units; with `units=False` every parameter is a free one
-    (plain EWC). `exclude` names parameters, modules (all their parameters) or patterns such as "head*" that are left
-    out. `forward(model, batch)` says how the model takes a batch.
+    With `merge=False` nothing is merged: a layer and the BN behind it are two units, and that of a BN holds its gamma,
+    beta, mu and sigma one by one. With `units=False` every parameter is a free one (plain EWC). `exclude` names
+    parameters, modules (all their parameters) or patterns such as "head*" that are left out. `forward(model, batch)`
+    says how the model takes a batch.
 
     Raises UnitError for BN layers that have no merged weight of their own: without running statistics, synchronised
     across processes, called more than once, with a gamma or beta that is transformed or shared, or with a first
@@ -206,7 +209,8 @@ def find_units(
         if name not in taken and name not in excluded:
             found.append(Unit(name, "free", (1, 1, parameter.numel()), weight=name))
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
-    found.sort(key=lambda unit: min(order[name] for name in parameters_of(model, unit)))
+    # A BN without gamma and beta has no place among the parameters; where it is a unit by itself, it comes last.
+    found.sort(key=lambda unit: min((order[name] for name in parameters_of(model, unit)), default=len(order)))
     return Coverage(tuple(found), tuple(_rows(model, found, excluded, set(trace.users))))
 
 
@@ -233,12 +237,14 @@ def _layers_and_norms(trace: _Discovery, size: int, merge: bool, excluded: set[s
         yield _layer_unit(weight, parts[1] if len(parts) == 2 else None, norm, layer.calls)
     for path in trace.norm_inputs:
         affine = trace.affine_names(path)
-        if excluded.intersection([path, *affine]) or not (path in merged or affine):
+        # Read as an affine map, a lone BN without gamma and beta is a constant; its mu and sigma by themselves are not.
+        if excluded.intersection([path, *affine]) or (merge and path not in merged and not affine):
             continue
         _check_norm(trace, path, size)
         if path not in merged:
             name = _join(path, "weight").removesuffix(".weight")
-            yield Unit(name, "norm", (trace.norms[path].num_features, 1, 2), norm=path)
+            kind: Kind = "norm" if merge else "unmerged"
+            yield Unit(name, kind, (trace.norms[path].num_features, 1, 2 if merge else 4), norm=path)
 
 
 def _layer_unit(weight: str, bias: str | None, norm: str | None, calls: list[Call]) -> Unit:
@@ -294,7 +300,7 @@ def _check_norm(trace: _Discovery, path: str, size: int) -> None:
     if isinstance(norm, nn.SyncBatchNorm):
         fault = "is a SyncBatchNorm, whose statistics span processes; use per-process BatchNorm layers"
     elif norm.running_mean is None:
-        fault = "has no running statistics, so its merged weight has no anchor; build it with track_running_stats=True"
+        fault = "has no running statistics, so it has no anchor; build it with track_running_stats=True"
     elif len(inputs) > 1:
         fault = (
             f"is called {len(inputs)} times in one forward pass, so it has {len(inputs)} merged weights; give each "
@@ -347,3 +353,7 @@ def _rows(model: nn.Module, units: list[Unit], excluded: set[str], used: set[str
         if unit.norm is not None and unit.weight is not None:
             note = f"merged with {unit.norm}" if name in (unit.weight, unit.bias) else f"merged with {unit.name}"
         yield Row(name, unit.name, unit.kind, parameter.numel(), note)
+    for unit in units:
+        if unit.kind == "unmerged" and unit.norm is not None:
+            for name, note in (("running_mean", "mu, a statistic"), ("running_var", "sigma, a statistic")):
+                yield Row(_join(unit.norm, name), unit.name, unit.kind, unit.shape[0], note)
