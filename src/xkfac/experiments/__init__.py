@@ -1,0 +1,25 @@
+"""Experiments: recipes, runs that can be interrupted, results, figures and reports."""
+
+from xkfac.experiments.folder import RunError
+from xkfac.experiments.recipe import Data, Figure, Line, Recipe, RecipeError, load_recipe, named_recipes
+from xkfac.experiments.results import JobResult, LineResults, RunResults, Spread
+from xkfac.experiments.running import JobsFailed, results, resume, start
+
+__all__ = [
+    "Data",
+    "Figure",
+    "JobResult",
+    "JobsFailed",
+    "Line",
+    "LineResults",
+    "Recipe",
+    "RecipeError",
+    "RunError",
+    "RunResults",
+    "Spread",
+    "load_recipe",
+    "named_recipes",
+    "results",
+    "resume",
+    "start",
+]

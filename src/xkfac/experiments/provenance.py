@@ -1,0 +1,75 @@
+"""Where numbers come from: command, commit, versions and hardware, kept beside every result."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import xkfac
+
+_PACKAGES = ("torch", "safetensors", "scikit-learn", "matplotlib", "numpy")
+
+
+def provenance(device: torch.device, threads: int) -> dict[str, str]:
+    """Return the command, commit, versions and hardware of this process.
+
+    The commit is that of the source tree that the package runs from; a copy without history takes it from GIT_COMMIT.
+    """
+    versions = {name: version for name in _PACKAGES if (version := _version(name))}
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": os.environ.get("GIT_COMMIT") or _commit(),
+        "xkfac": xkfac.__version__,
+        "python": platform.python_version(),
+        **versions,
+        "system": platform.platform(),
+        "device": _device(device),
+        "cores": str(os.cpu_count()),
+        "threads": str(threads),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    source = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(source), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+
+    if git("ls-files", "--error-unmatch", Path(__file__).name) == "":
+        return "unknown"
+    changed = " with changes" if git("status", "--porcelain", str(source.parent)) else ""
+    return git("rev-parse", "--short", "HEAD") + changed
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

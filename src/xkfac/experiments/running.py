@@ -1,0 +1,220 @@
+"""Start runs and go on with them: jobs side by side in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xkfac.experiments.data import load
+from xkfac.experiments.folder import JobFolder, NotWritten, RunError, RunFolder
+from xkfac.experiments.provenance import provenance
+from xkfac.experiments.recipe import Recipe, load_recipe
+from xkfac.experiments.results import RunResults
+
+Show = Callable[["RunFolder", "list[JobFolder]"], None]
+"""Is called about twice a second with the run and the jobs that are running."""
+
+
+class JobsFailed(RunError):
+    """Jobs of a run that ended with an error; the others were run to their end."""
+
+
+def start(
+    recipe: str | Path | Recipe,
+    folder: str | Path,
+    *,
+    settings: Sequence[str] = (),
+    lines: Sequence[str] = (),
+    jobs: int | None = None,
+    device: str = "auto",
+    data: str | Path | None = None,
+    download: bool = False,
+    show: Show | None = None,
+) -> RunResults:
+    """Run a recipe in a new folder and return its results.
+
+    recipe: a `Recipe`, the name of one that comes with the package, or the path of a TOML file, changed by `settings`
+    as in `load_recipe`. lines: names or patterns of the lines to run, all by default. jobs: how many jobs run side by
+    side, by default one a core. device: `cpu`, `cuda`, or `auto`. data: the data folder, by default XKFAC_DATA.
+
+    Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run.
+    """
+    if isinstance(recipe, Recipe) and settings:
+        raise RunError("settings go with the name or path of a recipe, not with a Recipe; make the changes in it")
+    made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
+    if lines:
+        made = made.only(lines)
+    place = _place(device)
+    where = data or os.environ.get("XKFAC_DATA")
+    # A fault in the data must show now, not in every job.
+    parts = load(
+        made.data.set, where, validation=made.data.validation, train=made.data.train or None, download=download
+    )
+    for name, line in made.lines.items():
+        if line.batch > len(parts.train):
+            raise RunError(
+                f"lines.{name}: batch is {line.batch}, but there are {len(parts.train)} training examples; choose a "
+                "smaller one"
+            )
+    facts = {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "place": str(place),
+        "data": None if where is None else str(Path(where).resolve()),
+        **provenance(place, made.threads),
+    }
+    run = RunFolder.create(Path(folder), made, facts)
+    return _work(run, jobs, show)
+
+
+def resume(folder: str | Path, *, jobs: int | None = None, show: Show | None = None) -> RunResults:
+    """Go on with a run that was interrupted and return its results; the numbers are those of an unbroken run."""
+    run = RunFolder.open(Path(folder))
+    place = torch.device(run.facts["place"])
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise RunError(f"the run '{folder}' was started on a GPU and there is none here; start it anew on the CPU")
+    return _work(run, jobs, show)
+
+
+def results(folder: str | Path) -> RunResults:
+    """Return what a run has measured so far."""
+    return RunFolder.open(Path(folder)).results()
+
+
+def _place(device: str) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise RunError(f"device is '{device}'; it must be auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise RunError("device is 'cuda', but torch sees no GPU; use --device cpu, or install a CUDA build of torch")
+    return torch.device("cuda" if available and device != "cpu" else "cpu")
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A process that runs jobs, and the job that it is on."""
+
+    process: subprocess.Popen[str]
+    job: JobFolder | None = None
+
+    @classmethod
+    def start(cls, lock: int, threads: int) -> _Worker:
+        """Start a process; it inherits the lock, so that the run is in use as long as any of them lives."""
+        limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        # An interrupt is for this process alone: the other inherits the mask, so that none hits it while it starts.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "xkfac.experiments.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                pass_fds=(lock,),
+                env={**os.environ, **limits, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return cls(process)
+
+    def give(self, run: RunFolder, job: JobFolder) -> None:
+        """Hand out a job."""
+        assert self.process.stdin is not None
+        self.job = job
+        with contextlib.suppress(BrokenPipeError):  # its end is seen when its answer is awaited
+            self.process.stdin.write(json.dumps({"run": str(run.path), "line": job.line, "seed": job.seed}) + "\n")
+
+    def answer(self) -> str | None:
+        """Return the error of the job that has ended, None if there was none."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if line:
+            error: str | None = json.loads(line).get("error")
+            return error
+        code = self.process.wait()
+        how = f"was killed by signal {-code}; is memory short?" if code < 0 else f"ended with exit code {code}"
+        return f"its process {how}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """End the process at once."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+
+
+def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
+    """Run all jobs that are not done."""
+    if jobs is not None and jobs < 1:
+        raise RunError(f"jobs must be at least 1, not {jobs}")
+    with run.locked() as lock:
+        waiting = [job for job in run.jobs() if not job.result().done]
+        count = min(jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads), len(waiting))
+        failures = dict(_hand_out(run, waiting, count, lock, show))
+        try:
+            run.collect()
+        except NotWritten:
+            if not failures:  # else what failed first is what is said
+                raise
+    if failures:
+        first, text = next(iter(failures.items()))
+        raise JobsFailed(
+            f"{len(failures)} of {len(waiting)} jobs failed; the first, '{first.line}' with seed {first.seed}: {text}"
+        )
+    return run.results()
+
+
+def _hand_out(
+    run: RunFolder, waiting: list[JobFolder], count: int, lock: int, show: Show | None
+) -> Iterator[tuple[JobFolder, str]]:
+    """Run jobs in `count` processes; yield those that failed, with the reason."""
+    waiting = list(waiting)
+    workers: list[_Worker] = []
+    with selectors.DefaultSelector() as ready, contextlib.ExitStack() as ending:
+
+        def employ(worker: _Worker | None) -> None:
+            if not waiting:
+                return
+            if worker is None or not worker.alive:
+                worker = _Worker.start(lock, run.recipe.threads)
+                ending.callback(worker.stop)
+                workers.append(worker)
+                ready.register(_stdout(worker), selectors.EVENT_READ, worker)
+            worker.give(run, waiting.pop(0))
+
+        for _ in range(count):
+            employ(None)
+        while any(worker.job for worker in workers):
+            for key, _ in ready.select(timeout=0.5):
+                worker: _Worker = key.data
+                job, error = worker.job, worker.answer()
+                worker.job = None
+                if not worker.alive:
+                    ready.unregister(_stdout(worker))
+                if job is not None and error is not None:
+                    yield job, error
+                employ(worker)
+            if show is not None:
+                show(run, [worker.job for worker in workers if worker.job is not None])
+
+
+def _stdout(worker: _Worker) -> Any:
+    return worker.process.stdout

@@ -1,0 +1,182 @@
+"""Results of runs that never ran, with numbers that can be worked out by hand."""
+
+import math
+from dataclasses import replace
+
+from xkfac.experiments.recipe import parse_recipe
+from xkfac.experiments.results import JobResult, LineResults, RunResults
+
+PROVENANCE = {
+    "command": "xkfac run paper --folder runs/paper",
+    "commit": "0123abc",
+    "xkfac": "0.1.0",
+    "torch": "2.13.0",
+    "device": "a made-up accelerator <80 GB>",
+    "versions": {"numpy": "2.4.6", "python": "3.11.9"},
+    "threads": 1,
+}
+
+
+def accuracy_after(task, learnt, loss=1.0, start=96.0, seed=0):
+    """The accuracy on a task, counted from 0, after `learnt` more were learnt: it falls by `loss` with each."""
+    return start + seed - loss * learnt
+
+
+def job(line, seed=0, tasks=10, *, loss=1.0, start=96.0, epochs=3, penalised=True, done=True, diverged=None):
+    """A job whose average accuracy after t tasks is start + seed - loss * (t - 1) / 2."""
+    reached = tasks if diverged is None else diverged
+    rows = [[accuracy_after(i, t - i, loss, start, seed) for i in range(t + 1)] for t in range(reached)]
+    return JobResult(
+        line=line,
+        seed=seed,
+        accuracy=rows,
+        before=[12.0 + seed] * reached,
+        untrained=[10.0] * tasks,
+        epochs=[
+            {
+                "task": task,
+                "epoch": epoch,
+                "lr": 0.1,
+                "loss": 0.5 / (1 + epoch) + 0.02 * seed,
+                "penalty": 0.01 * task * (1 + epoch) if penalised else 0.0,
+                "validation": 95.0,
+            }
+            for task in range(reached)
+            for epoch in range(epochs)
+        ],
+        kept=[epochs - 1] * reached,
+        seconds=[2.0 + seed] * reached,
+        diverged=diverged,
+        done=done,
+    )
+
+
+def joint(line, seed, at):
+    """A job of joint training: 98 + seed percent wherever it was measured."""
+    rows = [[98.0 + seed] * count if count in at else None for count in range(1, max(at) + 1)]
+    return JobResult(
+        line=line, seed=seed, accuracy=rows, untrained=[10.0] * max(at), seconds=[9.0] * len(at), done=True
+    )
+
+
+def run(recipe_text, jobs, folder="runs/made-up", provenance=PROVENANCE):
+    """A run of a recipe from its jobs in any order."""
+    recipe = parse_recipe(recipe_text, "made-up")
+    lines = {name: LineResults(name, [j for j in jobs if j.line == name]) for name in recipe.lines}
+    return RunResults(folder, recipe, provenance, lines)
+
+
+SMALL = """
+title = "Made-up digits"
+description = "Two lines and a reference."
+repeats = 2
+[data]
+set = "digits"
+validation = 100
+[defaults]
+tasks = 10
+epochs = 3
+[lines.xkfac]
+label = "XK-FAC"
+note = "the extended curvature"
+[lines.kfac]
+label = "K-FAC"
+method = "kfac"
+damping = 0.01
+[lines.joint]
+label = "joint training"
+method = "joint"
+at = [5, 10]
+[figures.a]
+title = "Kinds of curvature"
+note = "Bands are one standard deviation."
+lines = ["xkfac", "kfac", "joint"]
+"""
+
+
+def small(folder="runs/made-up", shift=0.0):
+    """Two repeats of XK-FAC (loses 1 point a task) and K-FAC (loses 2), and joint training."""
+    jobs = [job("xkfac", seed, start=96 + shift) for seed in (0, 1)]
+    jobs += [job("kfac", seed, loss=2.0) for seed in (0, 1)]
+    return run(SMALL, [*jobs, *(joint("joint", seed, (5, 10)) for seed in (0, 1))], folder)
+
+
+def single():
+    """One repeat, so that there is no deviation."""
+    text = SMALL.replace("repeats = 2", "repeats = 1")
+    return run(text, [job("xkfac"), job("kfac", loss=2.0), joint("joint", 0, (10,))], "runs/single")
+
+
+def diverged():
+    """K-FAC diverges in one repeat of two at its seventh task; XK-FAC's second repeat has NaN from its fourth on."""
+    bad = job("xkfac", 1)
+    rows = [row if after < 3 else [math.nan] * len(row) for after, row in enumerate(bad.accuracy)]
+    with_nan = replace(bad, accuracy=rows)
+    jobs = [job("xkfac", 0), with_nan, job("kfac", 0, loss=2.0), job("kfac", 1, loss=2.0, diverged=6)]
+    return run(SMALL, jobs, "runs/diverged")
+
+
+def in_progress():
+    """Four tasks of ten by one repeat of XK-FAC; the second has just begun; nothing of the others."""
+    jobs = [job("xkfac", 0, 4, done=False), JobResult("xkfac", 1, untrained=[10.0] * 10), JobResult("kfac", 0)]
+    return run(SMALL, jobs, "runs/in-progress")
+
+
+def nothing():
+    """A run that has not measured anything yet."""
+    return run(SMALL, [], "runs/nothing")
+
+
+def large(lines=25, repeats=4, tasks=50, epochs=15, folder="runs/large"):
+    """As many lines as the largest experiment has, of all kinds, shaped like real curves, one that diverges."""
+    methods = ["xkfac", "kfac", "corrected", "diagonal", "fine-tuning"]
+    names = [f"line-{i}" for i in range(lines)]
+    text = [
+        'title = "Permuted MNIST, 50 tasks"',
+        'description = "A made-up run of the size of the largest experiment: 25 lines, four repeats, fifty tasks."',
+        f"repeats = {repeats}",
+        f"[defaults]\ntasks = {tasks}\nepochs = {epochs}",
+    ]
+    jobs = []
+    for i, name in enumerate(names):
+        method = "joint" if i == lines - 1 else methods[i % 5]
+        kinds = {"xkfac": "XK-FAC", "kfac": "K-FAC", "joint": "Joint training"}
+        label = f"{kinds.get(method, method)}, BN read as {('BRN', 'BN', 'constant')[i % 3]}, λ = 1e-{i}"
+        text.append(f'[lines.{name}]\nlabel = "{label}"\nmethod = "{method}"')
+        text.append(f'note = "variant {i} of {method}"')
+        if method == "joint":
+            at = [count for count in (5, 10, 20, 50) if count <= tasks] or [tasks]
+            text.append(f"at = {at}")
+            jobs += [joint(name, 0.1 * seed - 0.4, at) for seed in range(repeats)]
+            continue
+        jobs += [
+            _shaped(name, i, seed, tasks, epochs, diverged=min(23, tasks - 1) if i == 8 else None)
+            for seed in range(repeats)
+        ]
+    half = [f'"{name}"' for name in names[:12]] + [f'"{names[-1]}"']
+    rest = [f'"{name}"' for name in names[12:]]
+    text.append(f'[figures.a]\ntitle = "Interpretations of BN"\nlines = [{", ".join(half)}]')
+    text.append(f'[figures.b]\ntitle = "Effect of damping"\nlines = [{", ".join(rest)}]')
+    return run("\n".join(text), jobs, folder)
+
+
+def _shaped(name, i, seed, tasks, epochs, diverged):
+    fall = 0.02 * (1 + i % 7) * (12 if i % 5 == 4 else 1 + (i % 5) / 2)
+    made = job(name, seed, tasks, epochs=epochs, diverged=diverged, penalised=i % 5 != 4)
+
+    def noise(*place):  # smooth enough to look real, the same on every machine
+        return math.sin(sum((k + 1) * 12.9898 * p for k, p in enumerate(place))) * 0.4
+
+    rows = [
+        [
+            max(10.0, 97.5 - fall * (t - j) ** 0.9 * (1 + 0.12 * noise(seed, i)) + noise(i, seed, t, j))
+            for j in range(t + 1)
+        ]
+        for t in range(len(made.accuracy))
+    ]
+    epoch_rows = [
+        {**e, "loss": 0.4 / (1 + e["epoch"]) + 0.03 + 0.01 * abs(noise(i, e["task"], e["epoch"], seed)),
+         "penalty": e["penalty"] * (1 + noise(i, e["epoch"], e["task"])) * 0.1 / (1 + e["epoch"])}
+        for e in made.epochs
+    ]  # fmt: skip
+    return replace(made, accuracy=rows, epochs=epoch_rows)

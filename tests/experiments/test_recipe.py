@@ -1,0 +1,322 @@
+"""Recipes: what is written is what is run; whatever cannot be is one sentence that names the place and the remedy."""
+
+import dataclasses
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xkfac import METHODS
+from xkfac.experiments.recipe import JOINT, Data, Figure, Line, Recipe, RecipeError, load_recipe, named_recipes
+from xkfac.experiments.recipe import parse_recipe as parse
+
+ONE = "[lines.one]\n"
+
+
+def refused(text, *parts, changes=()):
+    with pytest.raises(RecipeError) as caught:
+        parse(text, "mine.toml", changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def line(text, **others):
+    return parse(ONE + text, "mine.toml", **others).lines["one"]
+
+
+def test_every_default_is_that_of_the_class_and_the_label_is_the_name():
+    made = parse(ONE, "folder/mine.toml")
+    assert made.lines == {"one": Line(label="one")}
+    assert (made.name, made.data, made.repeats, made.seeds) == ("mine", Data(), 1, range(1))
+    assert made.figures == {"accuracy": Figure("Average accuracy", lines=("one",))}
+
+
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Line)])
+def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
+    wrong = '"text"' if key in ("curvature", "widths", "at") else "[{ a = 1 }]"
+    method = f'method = "{JOINT}"\n' if key == "at" else ""
+    refused(f"{ONE}{method}{key} = {wrong}", "lines.one", key, "must be")
+    refused(f"{ONE}[defaults]\n{key} = {wrong}", "defaults", key, "must be")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("epoch = 3", ["lines.one", "'epoch'", "did you mean 'epochs'?"]),
+        ('norm = "batch"', ["lines.one: norm", "bn, brn, none"]),
+        ('norm = "BN"', ["norm is 'BN'"]),
+        ('method = "xkfak"', ["lines.one", "did you mean 'xkfac'?"]),
+        ("epochs = 2.5", ["epochs is 2.5", "a whole number"]),
+        ("epochs = true", ["epochs is True", "a whole number"]),
+        ("lr = true", ["lr is True", "a number"]),
+        ("early_stopping = 1", ["early_stopping is 1", "true or false"]),
+        ("widths = 16", ["widths is 16", "a list"]),
+        ("widths = [16, 2.5]", ["widths", "2.5", "a whole number"]),
+        ("widths = [16, 0]", ["widths must be at least 1"]),
+        ("tasks = 0", ["tasks must be at least 1"]),
+        ("epochs = 0", ["epochs must be at least 1"]),
+        ("batch = 1", ["batch must be at least 2"]),
+        ("lr = -0.1", ["lr must be a number of at least 0"]),
+        ("lr = nan", ["lr must be a number of at least 0"]),
+        ("damping = inf", ["damping must be a number of at least 0"]),
+        ("lr_factor = nan", ["lr_factor must be a number of at least 1"]),
+        ("lr_factor = 0.5", ["lr_factor must be a number of at least 1"]),
+        ("lr_every = 0", ["lr_every must be at least 1"]),
+        ("average = 2", ["early_stopping", "average=2", "choose one"]),
+        ("early_stopping = false\nepochs = 3\naverage = 4", ["average=4 is more than the 3 epochs"]),
+        ("average = -1\nearly_stopping = false", ["average must be at least 0"]),
+        ("at = [2]", ["'at' has no effect on method 'xkfac'", "'joint'"]),
+        ('method = "joint"\ntasks = 3\nat = [4]', ["'at' must be growing numbers of tasks from 1 to 3"]),
+        ('method = "joint"\ntasks = 3\nat = [3, 1]', ["'at' must be growing"]),
+        ('method = "joint"\ntasks = 3\nat = [2, 2]', ["'at' must be growing"]),
+        ('curvature = { forms = "mean" }', ["lines.one: curvature", "'forms'", "did you mean 'form'?"]),
+        ('curvature = { method = "kfac" }', ["lines.one: curvature", "'method'"]),
+        ("curvature = { recentre = true }\nrecentre = true", ["lines.one: curvature", "'recentre'"]),
+        ('curvature = { form = "other" }', ["lines.one: form is 'other'"]),
+        ('method = "kfac"\ncurvature = { form = "paper" }', ["lines.one: form='paper' has no effect on kind 'kfac'"]),
+        ('interpretation = "BN"', ["lines.one: interpretation is 'BN'"]),
+        ('method = "fixed-bn"\nrecentre = true', ["'recentre' has no effect", "keeps BN as it is"]),
+        ('method = "ewc"\nrecentre = true', ["'recentre' has no effect", "every parameter by itself"]),
+        ('method = "ewc"\ninterpretation = "bn"', ["'interpretation' has no effect"]),
+        ('norm = "none"\nrecentre = true', ["'recentre' has no effect on a network without BN"]),
+        ('norm = "none"\nfixed_bn = true', ["'fixed_bn' has no effect on a network without BN"]),
+        ("fixed_bn = true\nrecentre = true", ["'recentre' has no effect", "fixed_bn keeps BN as it is"]),
+        ('method = "fixed-bn"\nfixed_bn = true', ["'fixed_bn' has no effect on method 'fixed-bn'"]),
+        ('method = "joint"\nfixed_bn = true', ["'fixed_bn' has no effect on method 'joint'"]),
+        ('method = "joint"\ntarget_lr = 0.1', ["'target_lr' has no effect on method 'joint'"]),
+        ("target_lr = -1", ["target_lr must be a number of at least 0"]),
+        *(
+            (f'method = "{method}"\n{key} = {value}', [f"'{key}' has no effect on method '{method}'", "no penalty"])
+            for method in ("fine-tuning", JOINT)
+            for key, value in [
+                ("damping", 0.1), ("strength", 1), ("interpretation", '"bn"'), ("recentre", "true"),
+                ("curvature", "{ draws = 1 }"), ("consolidate", '"train"'), ("keep", '"all"'),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_a_line_that_cannot_be_run_as_written_is_refused_in_one_sentence(text, parts):
+    refused(ONE + text, *parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["'mine.toml' has no [lines.NAME] table"]),
+        ("lines = 3", ["'lines' is 3; it must be a table"]),
+        ("[lines]\none = 3", ["'lines.one' is 3; it must be a table"]),
+        ("[lines.One]", ["the line name 'One'"]),
+        ('[lines."a/b"]', ["the line name 'a/b'"]),
+        ('[lines.".."]', ["the line name '..'"]),
+        (f'{ONE}[figures."a/b"]', ["the figure name 'a/b'"]),
+        (f'name = "../x"\n{ONE}', ["the recipe name '../x'"]),
+        (f"repeat = 3\n{ONE}", ["mine.toml", "'repeat'", "did you mean 'repeats'?"]),
+        (f"repeats = 0\n{ONE}", ["repeats must be at least 1"]),
+        (f"repeats = true\n{ONE}", ["repeats is True", "a whole number"]),
+        (f"seed = -1\n{ONE}", ["seed must be at least 0"]),
+        (f"threads = 0\n{ONE}", ["threads must be at least 1"]),
+        (f'{ONE}[data]\nset = "minst"', ["data: set is 'minst'", "did you mean 'mnist'?"]),
+        (f"{ONE}[data]\nsets = 1", ["data", "'sets'", "did you mean 'set'?"]),
+        (
+            f'{ONE}early_stopping = false\n[data]\nmeasure = "validation"\nvalidation = 0',
+            ["data.measure is 'validation'"],
+        ),
+        (f"{ONE}[data]\ntrain = -1", ["data.train must be at least 0"]),
+        (
+            f"{ONE}[data]\nvalidation = 0",
+            ["lines.one: early_stopping needs a validation split", "data.validation is 0"],
+        ),
+        (
+            f'{ONE}early_stopping = false\nconsolidate = "validation"\n[data]\nvalidation = 0',
+            ["lines.one: consolidate needs a validation split"],
+        ),
+        (f'{ONE}[figures.f]\nlines = ["two", "one"]', ["figures.f: there is no line 'two'"]),
+        (f'{ONE}[figures.f]\nlines = ["ones"]', ["did you mean 'one'?"]),
+        (f"{ONE}[figures.f]\nline = 1", ["figures.f", "did you mean 'lines'?"]),
+        (f"{ONE}x = ", ["'mine.toml' is not valid TOML"]),
+        (f"{ONE}[defaults]\nepoch = 1", ["defaults", "did you mean 'epochs'?"]),
+    ],
+)
+def test_a_recipe_that_cannot_be_run_as_written_is_refused_in_one_sentence(text, parts):
+    refused(text, *parts)
+
+
+def test_defaults_that_a_line_has_no_use_for_are_left_out_of_it():
+    text = """
+    [data]
+    validation = 0
+    [defaults]
+    tasks = 4
+    early_stopping = false
+    damping = 3
+    interpretation = "bn"
+    curvature = { form = "paper", draws = 1 }
+    at = [2]
+    [lines.plain]
+    method = "fine-tuning"
+    [lines.joint]
+    method = "joint"
+    [lines.xkfac]
+    [lines.ewc]
+    method = "ewc"
+    curvature = { draws = 2 }
+    [lines.fixed]
+    method = "fixed-bn"
+    curvature = {}
+    [lines.none]
+    norm = "none"
+    """
+    lines = parse(text).lines
+    bare = Line(tasks=4, early_stopping=False)
+    assert lines["plain"] == dataclasses.replace(bare, label="plain", method="fine-tuning")
+    assert lines["joint"] == dataclasses.replace(bare, label="joint", method="joint", at=(2,))
+    assert lines["xkfac"].damping == lines["ewc"].damping == 3
+    assert lines["xkfac"].resolved_method().interpretation == "bn"
+    assert lines["xkfac"].resolved_method().settings.form == "paper"
+    assert lines["ewc"].resolved_method().interpretation == METHODS["ewc"].interpretation
+    assert lines["fixed"].resolved_method() == METHODS["fixed-bn"]
+    assert lines["none"].interpretation is None
+
+
+def test_settings_change_keys_of_every_depth_and_defaults_override_what_lines_say():
+    text = """
+    [lines.a]
+    epochs = 3
+    curvature = { form = "paper" }
+    [lines."b-0.1"]
+    """
+    changes = [
+        "defaults.epochs=2", "repeats=3", "data.set=digits", "data.validation = 10", "lines.b-0.1.lr=0.5",
+        "defaults.curvature.draws=4", "lines.a.note=two words", "lines.a.widths=[4, 5]", 'title="a = b"',
+    ]  # fmt: skip
+    made = parse(text, "mine.toml", changes)
+    assert made.lines["a"] == Line("a", "two words", epochs=2, widths=(4, 5), curvature={"form": "paper", "draws": 4})
+    assert made.lines["b-0.1"] == Line("b-0.1", epochs=2, lr=0.5, curvature={"draws": 4})
+    assert (made.repeats, made.data, made.title) == (3, Data("digits", 10), "a = b")
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ("epochs", ["the setting 'epochs' must have the form key=value"]),
+        ("=2", ["must have the form key=value"]),
+        ("defaults.=2", ["must have the form key=value"]),
+        ("lines.two.lr=1", ["'lines.two.lr=1' names no line"]),
+        ("lines.ome.lr=1", ["names no line", "did you mean 'one'?"]),
+        ("lines.one.lrs=1", ["lines.one", "did you mean 'lr'?"]),
+        ("defaults.epochs=two", ["defaults: epochs is 'two'", "a whole number"]),
+        ("defaults.epochs.x=2", ["'epochs' is 3; it must be a table"]),
+        ("lines=3", ["'lines' is 3; it must be a table"]),
+        ("defaults=3", ["'defaults' is 3; it must be a table"]),
+        ("dat.set=digits", ["'dat'", "did you mean 'data'?"]),
+    ],
+)
+def test_a_setting_that_cannot_be_made_is_refused(change, parts):
+    refused(f"{ONE}[defaults]\nepochs = 3", *parts, changes=[change])
+
+
+def test_only_takes_names_and_patterns_in_the_order_of_the_recipe_and_trims_figures():
+    text = "".join(f"[lines.{name}]\n" for name in ("kfac-1", "kfac-2", "xkfac", "ewc"))
+    made = parse(text + '[figures.a]\nlines = ["ewc", "kfac-1"]\n[figures.b]\nlines = ["xkfac"]')
+    assert list(made.only(["ewc", "kfac-*"]).lines) == ["kfac-1", "kfac-2", "ewc"]
+    assert made.only(["*"]) == made
+    some = made.only(["kfac-?"])
+    assert some.figures == {"a": Figure(lines=("kfac-1",))}
+    with pytest.raises(RecipeError, match=r"no line of recipe 'recipe' matches 'kfac' \(did you mean 'xkfac'\?\)"):
+        made.only(["ewc", "kfac"])
+
+
+def test_a_recipe_is_found_by_name_or_path_and_a_wrong_one_is_named(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(ONE)
+    assert load_recipe(path) == load_recipe(str(path)) == parse(ONE, "mine.toml")
+    with pytest.raises(RecipeError, match=r"there is no recipe 'dmo' \(did you mean 'demo'\?\)"):
+        load_recipe("dmo")
+    with pytest.raises(RecipeError, match="there is no recipe"):
+        load_recipe(tmp_path)
+    path.write_bytes(b"title = '\xff'")
+    with pytest.raises(RecipeError, match=r"mine\.toml' cannot be read as a recipe"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("name", list(named_recipes()))
+def test_each_recipe_of_the_package_loads_and_is_written_out_whole(name):
+    made = load_recipe(name)
+    assert made.name == name
+    assert made.title
+    assert parse(made.to_toml(), name) == made
+    shown = {line for figure in made.figures.values() for line in figure.lines}
+    assert shown == set(made.lines)
+
+
+def test_the_learning_rate_is_divided_every_so_many_epochs():
+    made = line("lr = 0.8\nlr_every = 2\nlr_factor = 2")
+    assert [made.learning_rate(0, epoch) for epoch in range(6)] == [0.8, 0.8, 0.4, 0.4, 0.2, 0.2]
+    assert [made.learning_rate(1, epoch) for epoch in range(6)] == [0.8, 0.8, 0.4, 0.4, 0.2, 0.2]
+    other = line("lr = 0.8\ntarget_lr = 0\nlr_every = 1\nlr_factor = 2")
+    assert [other.learning_rate(task, 1) for task in range(3)] == [0.4, 0, 0]
+    assert line("lr_every = 1").learning_rate(0, 5000) == 0.0
+
+
+NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,8}", fullmatch=True)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
+NUMBERS = st.floats(0, 1e30)
+
+
+@st.composite
+def lines(draw):
+    method = draw(st.sampled_from([*METHODS, JOINT]))
+    norm = draw(st.sampled_from(["bn", "brn", "none"]))
+    made = {
+        "label": draw(TEXTS), "note": draw(TEXTS), "method": method, "norm": norm,
+        "tasks": draw(st.integers(1, 100)), "widths": tuple(draw(st.lists(st.integers(1, 500), max_size=3))),
+        "epochs": draw(st.integers(2, 50)), "batch": draw(st.integers(2, 500)), "lr": draw(NUMBERS),
+        "lr_every": draw(st.integers(1, 10)), "lr_factor": draw(st.floats(1, 1e6)), "momentum": draw(NUMBERS),
+    }  # fmt: skip
+    made |= draw(st.sampled_from([{}, {"early_stopping": False}, {"early_stopping": False, "average": 2}]))
+    if method == JOINT:
+        made["at"] = tuple(sorted(draw(st.sets(st.integers(1, made["tasks"])))))
+    else:
+        made["target_lr"] = draw(st.none() | NUMBERS)
+    if method not in (JOINT, "fixed-bn") and norm != "none":
+        made["fixed_bn"] = draw(st.booleans())
+    if method != JOINT and METHODS[method].penalised:
+        made |= {"damping": draw(NUMBERS), "strength": draw(NUMBERS)}
+        made["curvature"] = draw(st.sampled_from([{}, {"draws": 3}, {"labels": "exact"}, {"statistics": "batch"}]))
+        made |= {"consolidate": draw(st.sampled_from(["train", "validation"])), "keep": draw(st.sampled_from(["all"]))}
+        if METHODS[method].units and not (METHODS[method].fixed_bn or made.get("fixed_bn") or norm == "none"):
+            made |= draw(st.sampled_from([{}, {"interpretation": "bn"}, {"recentre": False, "interpretation": "brn"}]))
+    return Line(**made)
+
+
+@st.composite
+def recipes(draw):
+    made = draw(st.dictionaries(NAMES, lines(), min_size=1, max_size=3))
+    names = st.lists(st.sampled_from(sorted(made)), max_size=4).map(tuple)
+    figures = draw(st.dictionaries(NAMES, st.builds(Figure, TEXTS, TEXTS, names), min_size=1, max_size=2))
+    data = draw(
+        st.builds(
+            Data,
+            st.sampled_from(["mnist", "digits"]),
+            st.integers(1, 9999),
+            st.integers(0, 9999),
+            st.sampled_from(["test", "validation"]),
+        )
+    )
+    number = st.integers(1, 10**6)
+    return Recipe(draw(NAMES), made, draw(TEXTS), draw(TEXTS), data, draw(number), draw(number), draw(number), figures)
+
+
+@settings(max_examples=60, deadline=None)
+@given(recipes())
+def test_what_a_run_keeps_of_a_recipe_is_the_recipe(recipe):
+    assert parse(recipe.to_toml(), "other.toml") == recipe
+
+
+def test_texts_keep_every_character_that_toml_can_hold():
+    text = "".join(map(chr, range(0x20, 0x100))) + string.whitespace + "\u2028'''\"\"\"\\"
+    recipe = Recipe("a", {"b": Line(text)}, figures={"c": Figure(text)})
+    assert parse(recipe.to_toml()) == recipe
