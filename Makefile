@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test check format benchmark clean
 
 demo: $(READY)
-	$(BIN)/python examples/digits.py --output demo-output
+	$(BIN)/xkfac demo --output demo-output
 
 test: check
 	$(BIN)/pytest -n 2
