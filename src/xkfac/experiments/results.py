@@ -121,9 +121,9 @@ class RunResults:
 
 
 def pooled(runs: Sequence[RunResults]) -> list[RunResults]:
-    """Return runs of one recipe that differ in their seeds as a single one, its repeats those of all of them.
+    """Return runs of one recipe that differ in their seeds or lines as a single one, with the repeats of all of them.
 
-    Such runs have the same name and data, and no line under the same name with other settings or a seed in common.
+    Such runs have the same name and data, and a line that several have has the same settings in all, but other seeds.
     """
     groups: list[list[RunResults]] = []
     for run in runs:
@@ -138,11 +138,11 @@ def pooled(runs: Sequence[RunResults]) -> list[RunResults]:
 def _poolable(a: RunResults, b: RunResults) -> bool:
     if (a.recipe.name, a.recipe.data) != (b.recipe.name, b.recipe.data):
         return False
-    both = a.recipe.lines.keys() & b.recipe.lines.keys()
-    apart = {job.seed for line in a.lines.values() for job in line.jobs}.isdisjoint(
-        job.seed for line in b.lines.values() for job in line.jobs
+    return all(
+        a.recipe.lines[name] == b.recipe.lines[name]
+        and {job.seed for job in a.lines[name].jobs}.isdisjoint(job.seed for job in b.lines[name].jobs)
+        for name in a.lines.keys() & b.lines.keys()
     )
-    return apart and all(a.recipe.lines[name] == b.recipe.lines[name] for name in both)
 
 
 def _as_one(runs: Sequence[RunResults]) -> RunResults:
