@@ -328,11 +328,19 @@ def khatri_rao(named: Mapping[str, Tensor], rows: Sequence[int], columns: Sequen
 
 def eigenbasis(left: Tensor, right: Tensor) -> Corrected:
     """Return the eigenbasis of A [groups, D, D] and H [groups, C, C]; its scales are those of A (x) H."""
-    left_values, left_vectors = torch.linalg.eigh(left)
-    right_values, right_vectors = torch.linalg.eigh(right)
-    left_values, right_values = left_values.clamp(min=0), right_values.clamp(min=0)
+    left_values, left_vectors = _eigh(left)
+    right_values, right_vectors = _eigh(right)
     scales = right_values[:, :, None] * left_values[:, None, :]
     return Corrected(left_vectors, right_vectors, left_values, right_values, scales)
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues, none negative, and eigenvectors of positive semi-definite matrices [..., F, F].
+
+    In float64: of factors of low rank, with their many equal eigenvalues, float32 may not converge.
+    """
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return values.clamp(min=0).to(matrix.dtype), vectors.to(matrix.dtype)
 
 
 def _blocks(matrix: Tensor, sizes: Sequence[int]) -> list[list[Tensor]]:
