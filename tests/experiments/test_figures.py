@@ -89,7 +89,7 @@ def test_in_progress_is_said():
     assert rows["xkfac"].notes == ("0 to 4 of 10 tasks so far",)
     assert rows["kfac"].notes == rows["joint"].notes == ("not started",)
     assert (rows["xkfac"].reached, rows["xkfac"].final.mean, rows["xkfac"].forgetting.mean) == (4, 94.5, 2)
-    fewer = made_up.run(made_up.SMALL, [made_up.job("xkfac")])
+    fewer = made_up.run(made_up.SMALL, [made_up.job("xkfac"), JobResult("xkfac", 1)])
     assert by_name(tables.summary([fewer]))["xkfac"].notes == ("1 of 2 repeats so far",)
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xkfac.experiments.results import JobResult, LineResults, Spread, spread
+from xkfac.experiments.recipe import Figure, Line, Recipe
+from xkfac.experiments.results import JobResult, LineResults, RunResults, Spread, pooled, spread
 
 BY_HAND = JobResult(
     "line",
@@ -109,3 +110,45 @@ def test_repeats_are_put_together_task_by_task():
     assert line.scalar(JobResult.backward_transfer) == Spread((-17.5 + -18) / 2, pytest.approx(math.sqrt(0.125)), 2)
     assert LineResults("line").curve(JobResult.forgetting) == []
     assert LineResults("line").scalar(JobResult.backward_transfer) is None
+
+
+def run_results(lines, seeds, name="recipe", figures=None, **facts):
+    made = {key: Line(label=key, **settings) for key, settings in lines.items()}
+    recipe = Recipe(
+        name, made, repeats=len(seeds), seed=seeds[0], figures=figures or {"f": Figure("F", lines=(*made,))}
+    )
+    results = {
+        key: LineResults(key, [JobResult(key, seed, accuracy=[[90.0 + seed]], done=True) for seed in seeds])
+        for key in made
+    }
+    return RunResults(f"runs/{seeds[0]}", recipe, facts, results)
+
+
+def test_runs_of_one_recipe_with_other_seeds_are_pooled():
+    first = run_results({"a": {}, "b": {"damping": 0.5}}, [0, 1], device="GPU", commit="c")
+    second = run_results({"b": {"damping": 0.5}}, [2], device="CPU", commit="c")
+    (run,) = pooled([first, second])
+    assert [job.seed for job in run.lines["a"].jobs] == [0, 1]
+    assert [job.seed for job in run.lines["b"].jobs] == [0, 1, 2]
+    assert run.lines["b"].curve(JobResult.average_accuracy)[0] == spread([90.0, 91.0, 92.0])
+    assert run.provenance == {"device": "GPU; CPU", "commit": "c"}
+
+
+def test_lines_of_pooled_runs_share_their_figures():
+    first = run_results({"a": {}, "b": {}}, [0])
+    second = run_results({"c": {}, "b": {}}, [1])
+    (run,) = pooled([first, second])
+    assert run.recipe.figures["f"].lines == ("a", "b", "c")
+    assert set(run.recipe.lines) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        run_results({"a": {}}, [1]),  # a seed in common
+        run_results({"a": {"damping": 0.5}}, [2]),  # other settings
+        run_results({"a": {}}, [2], name="other"),
+    ],
+)
+def test_runs_that_do_not_belong_together_stay_apart(other):
+    assert len(pooled([run_results({"a": {}}, [0, 1]), other])) == 2

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from xkfac.experiments.recipe import Recipe
+from xkfac.experiments.recipe import Figure, Recipe
 
 Row = Sequence[float]
 
@@ -153,13 +153,12 @@ def _as_one(runs: Sequence[RunResults]) -> RunResults:
         for name in names
     }
     settings = {name: next(run.recipe.lines[name] for run in runs if name in run.recipe.lines) for name in names}
-    figures = {key: figure for run in reversed(runs) for key, figure in run.recipe.figures.items()}
-    recipe = replace(
-        first.recipe,
-        lines=settings,
-        figures={key: figures[key] for run in runs for key in run.recipe.figures},
-        repeats=sum(run.recipe.repeats for run in runs),
-    )
+    figures: dict[str, Figure] = {}
+    for key, figure in (item for run in runs for item in run.recipe.figures.items()):
+        known = figures.setdefault(key, figure)
+        figures[key] = replace(known, lines=tuple(dict.fromkeys((*known.lines, *figure.lines))))
+    repeats = sum(run.recipe.repeats for run in runs)
+    recipe = replace(first.recipe, lines=settings, figures=figures, repeats=repeats)
     keys = dict.fromkeys(key for run in runs for key in run.provenance)
     facts = {key: "; ".join(dict.fromkeys(str(run.provenance.get(key, "-")) for run in runs)) for key in keys}
     return RunResults(first.folder, recipe, facts, lines)

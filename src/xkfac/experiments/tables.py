@@ -152,15 +152,12 @@ def entries(runs: Sequence[RunResults]) -> list[Entry]:
     found: list[Entry] = []
     for run, run_name in zip(runs, run_names(runs), strict=True):
         for name, line in run.recipe.lines.items():
-            jobs = [
-                finite_part(job, line.method == JOINT)
-                for job in run.lines.get(name, LineResults(name)).jobs
-                if started(job)
-            ]
+            planned = run.lines.get(name, LineResults(name)).jobs
+            jobs = [finite_part(job, line.method == JOINT) for job in planned if started(job)]
             diverged = tuple(sorted(job.diverged for job in jobs if job.diverged is not None))
             results = LineResults(name, jobs)
             label = printable(line.label or name)
-            found.append(Entry(len(found), run_name, name, label, line, results, diverged, len(run.lines[name].jobs)))
+            found.append(Entry(len(found), run_name, name, label, line, results, diverged, len(planned)))
     in_run = Counter((entry.run, entry.label) for entry in found)
     found = [replace(e, label=f"{e.label} ({e.name})") if in_run[e.run, e.label] > 1 else e for e in found]
     labels = Counter(entry.label for entry in found)
