@@ -60,9 +60,11 @@ def joint(line, seed, at):
 
 
 def run(recipe_text, jobs, folder="runs/made-up", provenance=PROVENANCE):
-    """A run of a recipe from its jobs in any order."""
+    """A run of a recipe from its jobs in any order; those that are not given have not begun."""
     recipe = parse_recipe(recipe_text, "made-up")
-    lines = {name: LineResults(name, [j for j in jobs if j.line == name]) for name in recipe.lines}
+    given = {(job.line, job.seed) for job in jobs}
+    waiting = [JobResult(n, seed) for n in recipe.lines for seed in recipe.seeds if (n, seed) not in given]
+    lines = {name: LineResults(name, [j for j in (*jobs, *waiting) if j.line == name]) for name in recipe.lines}
     return RunResults(folder, recipe, provenance, lines)
 
 

@@ -122,11 +122,13 @@ def _state(runs: Sequence[RunResults]) -> str:
     items = []
     for run, name in zip(runs, run_names(runs), strict=True):
         jobs = [job for line in run.lines.values() for job in line.jobs]
-        total = len(run.recipe.lines) * run.recipe.repeats
+        total = len(jobs)
         done = sum(job.done or job.diverged is not None for job in jobs)
         going = sum(started(job) and not job.done and job.diverged is None for job in jobs)
         before = f"{_text(name)}: " if len(runs) > 1 else ""
-        data = f"{run.recipe.data.set}, {_count(len(run.recipe.lines), 'line')}, {_count(run.recipe.repeats, 'repeat')}"
+        counts = sorted({len(line.jobs) for line in run.lines.values()}) or [0]
+        repeats = _count(counts[0], "repeat") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats"
+        data = f"{run.recipe.data.set}, {_count(len(run.recipe.lines), 'line')}, {repeats}"
         if run.recipe.data.measure != "test":
             data += f", measured on the {run.recipe.data.measure} split"
         items.append(f"<li>{before}{data}</li>")

@@ -146,10 +146,17 @@ def _poolable(a: RunResults, b: RunResults) -> bool:
 
 
 def _as_one(runs: Sequence[RunResults]) -> RunResults:
+    # The run with the most lines has most of the recipe's order.
+    runs = sorted(runs, key=lambda run: -len(run.lines))
     first = runs[0]
     names = dict.fromkeys(name for run in runs for name in run.lines)
     lines = {
-        name: LineResults(name, [job for run in runs if name in run.lines for job in run.lines[name].jobs])
+        name: LineResults(
+            name,
+            sorted(
+                (job for run in runs if name in run.lines for job in run.lines[name].jobs), key=lambda job: job.seed
+            ),
+        )
         for name in names
     }
     settings = {name: next(run.recipe.lines[name] for run in runs if name in run.recipe.lines) for name in names}
