@@ -202,7 +202,7 @@ def drawn_curve(name, run):
     axes = styles.mpl.figure.Figure().add_subplot()
     entry = next(entry for entry in tables.entries([run]) if entry.name == name)
     curve = entry.curve(JobResult.average_accuracy)
-    figures._draw_curve(axes, entry, curve, styles.style_of(entry.index, entry.line), 10)
+    figures._draw_curve(axes, entry, curve, styles.style_of(entry.index, entry.hue, entry.line), 10)
     return axes
 
 
@@ -237,8 +237,17 @@ def test_joint_training_at_one_number_of_tasks_is_a_level():
 
 def test_styles_of_25_lines_differ():
     run = made_up.large(repeats=1, tasks=2, epochs=1)
-    looks = [styles.style_of(entry.index, entry.line) for entry in tables.entries([run])]
+    looks = [styles.style_of(entry.index, entry.hue, entry.line) for entry in tables.entries([run])]
     assert len({(style.colour, style.marker) for style in looks}) == 25
+
+
+def test_lines_of_one_figure_have_colours_of_their_own():
+    assert len(styles.PALETTE) == tables.HUES
+    text = made_up.SMALL + "".join(f'[lines.more-{i}]\nmethod = "kfac"\n' for i in range(12))
+    few = [f"more-{i}" for i in (0, 3, 7, 11)]
+    run = made_up.run(text + f"[figures.few]\nlines = {[*few, 'xkfac', 'kfac', 'joint']}\n", [made_up.job("xkfac")])
+    looks = {e.name: styles.style_of(e.index, e.hue, e.line).colour for e in tables.entries([run])}
+    assert len({looks[name] for name in (*few, "xkfac", "kfac", "joint")}) == 7
 
 
 def test_the_better_lines_are_enlarged_where_one_falls_far_below():

@@ -144,7 +144,7 @@ def _draw_curves(plot: Plot, curves: _Curves, what: str, folder: Path, *, better
     titles = [""] if zoom is None else ["", f"The {'upper' if better > 0 else 'lower'} part, enlarged"]
     limits = [None, zoom]
     longest = max((count for _, curve in curves for count, _ in curve), default=1)
-    styles = {entry.index: style_of(entry.index, entry.line) for entry, _ in curves}
+    styles = {entry.index: style_of(entry.index, entry.hue, entry.line) for entry, _ in curves}
 
     def fill(axes: Axes, position: int) -> None:
         for entry, curve in curves:

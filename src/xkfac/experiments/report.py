@@ -318,7 +318,7 @@ def _line(entry: Entry, settings: Mapping[str, str], common: Mapping[str, str]) 
     note = f"<p>{_text(entry.line.note)}</p>" if entry.line.note else ""
     remarks = "".join(f'<p><span class="warn">{_text(said)}</span></p>' for said in notes(entry))
     own = {key: value for key, value in settings.items() if key not in common}
-    sample = swatch(style_of(entry.index, entry.line))
+    sample = swatch(style_of(entry.index, entry.hue, entry.line))
     return (
         f"<li><h3>{sample}<span>{_text(entry.label)}</span></h3>{note}{remarks}"
         f"{_definitions({'name': entry.name, **own})}</li>"

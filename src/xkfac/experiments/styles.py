@@ -21,7 +21,7 @@ from xkfac.experiments.recipe import JOINT, Line
 INK, SOFT, GRID = "#1c2126", "#5d6670", "#e1e5ea"
 # Okabe and Ito's colours, the pale ones darkened until they stand out from white by 3 to 1; a page may lighten them.
 PALETTE = ("#0072b2", "#d55e00", "#00906a", "#bb5f96", "#b87d00", "#3b93cf", "#6d4fb3")
-# Sevens and nines have no common divisor, so the pair of colour and marker repeats after 63 lines alone.
+# Colours alone tell seven lines of a figure apart, with markers some sixty.
 MARKERS = ("o", "s", "^", "D", "v", "P", "<", "*", ">")
 _SIZES = {"*": 1.35, "D": 0.85, "P": 1.1}
 DASHES: dict[str, tuple[float, ...]] = {
@@ -59,7 +59,7 @@ class Style:
         }
 
 
-def style_of(index: int, line: Line) -> Style:
+def style_of(index: int, hue: int, line: Line) -> Style:
     """Return the style of a line: dashes tell the kind of curvature, colour and marker the line."""
     marker = MARKERS[index % len(MARKERS)]
     size = 6.0 * _SIZES.get(marker, 1.0)
@@ -67,7 +67,7 @@ def style_of(index: int, line: Line) -> Style:
         return Style(INK, DASHES[JOINT], marker, size + 1, hollow=True)
     method = line.resolved_method()
     kind = method.settings.kind if method.penalised else "none"
-    return Style(PALETTE[index % len(PALETTE)], DASHES.get(kind, ()), marker, size)
+    return Style(PALETTE[hue % len(PALETTE)], DASHES.get(kind, ()), marker, size)
 
 
 @contextmanager

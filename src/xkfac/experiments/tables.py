@@ -14,6 +14,7 @@ from typing import Any
 from xkfac.experiments.recipe import JOINT, Line
 from xkfac.experiments.results import JobResult, LineResults, RunResults, Spread, spread
 
+HUES = 7
 CHECKPOINTS = (5, 10, 20, 50, 100)
 NOTHING = "–"  # noqa: RUF001, an en dash is what a reader of a table expects in an empty cell
 
@@ -25,7 +26,8 @@ class Entry:
     """One line of one run, under the label that tells it apart from all others of a report.
 
     results: its jobs that have started, with what is not finite cut off. diverged: for each repeat that diverged, the
-    tasks it had learnt before. index: its position among all entries, from which figures take colour and marker.
+    tasks it had learnt before. index: its position among all entries, from which figures take its marker. hue: the
+    number of its colour; lines of one figure have different ones as long as there are enough.
     """
 
     index: int
@@ -36,6 +38,7 @@ class Entry:
     results: LineResults
     diverged: tuple[int, ...]
     repeats: int
+    hue: int = 0
 
     @property
     def reference(self) -> bool:
@@ -158,10 +161,23 @@ def entries(runs: Sequence[RunResults]) -> list[Entry]:
             results = LineResults(name, jobs)
             label = printable(line.label or name)
             found.append(Entry(len(found), run_name, name, label, line, results, diverged, len(planned)))
+    found = _coloured(found, zip(runs, run_names(runs), strict=True))
     in_run = Counter((entry.run, entry.label) for entry in found)
     found = [replace(e, label=f"{e.label} ({e.name})") if in_run[e.run, e.label] > 1 else e for e in found]
     labels = Counter(entry.label for entry in found)
     return [replace(e, label=f"{e.run}: {e.label}") if labels[e.label] > 1 else e for e in found]
+
+
+def _coloured(found: list[Entry], runs: Iterable[tuple[RunResults, str]]) -> list[Entry]:
+    """Return entries with the first colour that no earlier line of a figure they are in has, or else the rarest."""
+    figures = [{(run_name, name) for name in f.lines} for run, run_name in runs for f in run.recipe.figures.values()]
+    hues: dict[tuple[str, str], int] = {}
+    for entry in found:
+        key = (entry.run, entry.name)
+        beside = Counter(hues[other] for figure in figures if key in figure for other in figure & hues.keys())
+        # Joint training is drawn in ink, and takes no colour from others.
+        hues[key] = HUES if entry.reference else min(range(HUES), key=lambda hue: (beside[hue], hue))
+    return [replace(entry, hue=hues[entry.run, entry.name]) for entry in found]
 
 
 def notes(entry: Entry) -> tuple[str, ...]:
