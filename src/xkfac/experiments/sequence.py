@@ -18,6 +18,7 @@ from xkfac.experiments.folder import JobFolder, RunError, not_written
 from xkfac.experiments.networks import perceptron
 from xkfac.experiments.recipe import JOINT, Line
 from xkfac.experiments.training import Pool, Stepper, accuracy, make_optimizer, pool
+from xkfac.experiments.turning import Turn
 from xkfac.learner import Learner
 from xkfac.memory import Memory, consolidate
 
@@ -79,6 +80,7 @@ class Sequence:
         self._saved = time.monotonic()
         self._memory_file: str | None = None
         self._best: dict[str, Tensor] = {}
+        self._turn: Turn | None = None
         self.model = self._fresh()
 
     @property
@@ -123,32 +125,38 @@ class Sequence:
                 self.model = self._fresh()
             else:
                 progress.before = accuracy(self.model, self.parts.test, self._permutations[stage.count - 1])
-        with self._learner(examples, stage) as learner:
-            optimizer = make_optimizer(self.model, line.momentum)
-            _load_momentum(self.model, optimizer, momentum)
-            stepper = Stepper(self.model, examples, optimizer, learner)
+        with self._stepper(examples) as stepper:
+            _load_momentum(self.model, stepper.optimizer, momentum)
             while progress.epoch < line.epochs and not progress.diverged:
                 self._epoch(stepper, stage)
                 progress.seconds = time.monotonic() - start
-                self._save(_momentum(self.model, optimizer))
-            return self._end_stage(learner, examples, stage, start)
+                self._save(_momentum(self.model, stepper.optimizer))
+        return self._end_stage(examples, stage, start)
 
     @contextlib.contextmanager
-    def _learner(self, examples: Pool, stage: Stage) -> Iterator[Learner | None]:
-        """Yield the learner of a stage, begun or taken up again; None where nothing is to be protected."""
-        if self.memory is None or not (self.method.penalised or self.method.fixed_bn):
-            yield None
+    def _stepper(self, examples: Pool) -> Iterator[Stepper]:
+        """Yield the stepper of a stage, with its learner begun or taken up again where there is a past to protect."""
+        if self.memory is None or not self._protected:
+            yield Stepper(self.model, examples, make_optimizer(self.model, self.line.momentum), None)
             return
-        line = self.line
-        with Learner(self.model, self.memory, damping=line.damping, strength=line.strength) as learner:
-            if self.progress.epoch == 0:
-                # Statistics are pooled over all examples, so large batches give the same and are faster.
-                learner.begin(
-                    list(zip(*(torch.split(t, 8192) for t in (examples.part.x, examples.part.y)), strict=True))
-                )
-            else:
-                learner.load_state_dict({"begun": True, "balance": None})
-            yield learner
+        if self.progress.epoch == 0:
+            # Statistics are pooled over all examples, so large batches give the same and are faster.
+            chunks = zip(*(torch.split(t, 8192) for t in (examples.part.x, examples.part.y)), strict=True)
+            with Learner(self.model, self.memory) as learner:
+                learner.begin(list(chunks))
+        # On a GPU the product that a turn saves runs beside the forward pass.
+        self._turn = Turn.of(self.model, self.memory) if self._device.type == "cpu" else None
+        memory, inputs = (
+            (self.memory, examples) if self._turn is None else (self._turn.memory, self._turn.pool(examples))
+        )
+        with Learner(self.model, memory, damping=self.line.damping, strength=self.line.strength) as learner:
+            learner.load_state_dict({"begun": True, "balance": None})
+            yield Stepper(self.model, inputs, make_optimizer(self.model, self.line.momentum), learner)
+        self._turn = None
+
+    @property
+    def _protected(self) -> bool:
+        return self.method.penalised or self.method.fixed_bn
 
     def _batches(self, examples: Pool, stage: Stage) -> list[tuple[Tensor, Tensor]]:
         """Return the batches that curvature is estimated on: a shuffle of its own."""
@@ -161,7 +169,11 @@ class Sequence:
         line, progress = self.line, self.progress
         lr = line.learning_rate(0 if stage.joint else stage.count - 1, progress.epoch)
         order = self._order(stepper.examples, stage)
-        loss, penalty = stepper.epoch(order, lr)
+        if self._turn is None:
+            loss, penalty = stepper.epoch(order, lr)
+        else:
+            with self._turn.turned(stepper.optimizer):
+                loss, penalty = stepper.epoch(order, lr)
         validation = self._validation(stage)
         finite = math.isfinite(loss) and math.isfinite(penalty) and _is_finite(self.model)
         if not finite:
@@ -210,7 +222,7 @@ class Sequence:
             else:
                 self._best[name].lerp_(tensor, 1 / count)
 
-    def _end_stage(self, learner: Learner | None, examples: Pool, stage: Stage, start: float) -> bool:
+    def _end_stage(self, examples: Pool, stage: Stage, start: float) -> bool:
         """Keep the weights that were chosen, extend the memory, measure; return whether there was anything to keep.
 
         Early stopping keeps the best epoch also of a stage that diverged later.
@@ -220,7 +232,7 @@ class Sequence:
         self.model.load_state_dict(self._best)
         self._best = {}
         if not stage.joint:
-            self._remember(learner, examples, stage)
+            self._remember(examples, stage)
         tests = [accuracy(self.model, self.parts.test, p) for p in self._permutations[: stage.count]]
         self.folder.note(
             "task",
@@ -235,9 +247,9 @@ class Sequence:
         self._save({})
         return True
 
-    def _remember(self, learner: Learner | None, examples: Pool, stage: Stage) -> None:
+    def _remember(self, examples: Pool, stage: Stage) -> None:
         """Make or extend the memory; the last task's is of no use."""
-        if self.progress.stage == len(self.stages) - 1 or not (self.method.penalised or self.method.fixed_bn):
+        if self.progress.stage == len(self.stages) - 1 or not self._protected:
             return
         source = examples
         if self.line.consolidate == "validation":
@@ -245,10 +257,10 @@ class Sequence:
         loader = self._batches(source, stage)
         seed = stream("labels", self.seed, stage.count - 1).initial_seed()
         graph = self._device.type == "cuda"
-        if learner is None:
+        if self.memory is None:
             self.memory = consolidate(self.model, loader, self.method, seed=seed, graph=graph)
         else:
-            self.memory = learner.finish(loader, keep=self.line.keep, seed=seed, graph=graph)
+            self.memory = Learner(self.model, self.memory).finish(loader, keep=self.line.keep, seed=seed, graph=graph)
         self._memory_file = None
 
     def _save(self, momentum: dict[str, Tensor], *, force: bool = False) -> None:
