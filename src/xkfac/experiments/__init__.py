@@ -1,9 +1,10 @@
 """Experiments: recipes, runs that can be interrupted, results, figures and reports."""
 
 from xkfac.experiments.folder import RunError
-from xkfac.experiments.recipe import Data, Figure, Line, Recipe, RecipeError, load_recipe, named_recipes
+from xkfac.experiments.recipe import Data, Figure, Line, Recipe, load_recipe, named_recipes
 from xkfac.experiments.results import JobResult, LineResults, RunResults, Spread
 from xkfac.experiments.running import JobsFailed, results, resume, start
+from xkfac.experiments.toml import RecipeError
 
 __all__ = [
     "Data",

@@ -15,21 +15,29 @@ Every key is explained at the field of its class: `Recipe`, `Data`, `Line`, `Fig
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
-import json
 import re
 import tomllib
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from xkfac.curvature import Settings
 from xkfac.errors import XkfacError
+from xkfac.experiments.toml import (
+    RecipeError,
+    as_table,
+    build,
+    check_keys,
+    nearest,
+    read_value,
+    typed,
+    write_key,
+    write_value,
+)
 from xkfac.methods import METHODS, Method, get_method
 
 DataSet = Literal["mnist", "digits"]
@@ -39,10 +47,6 @@ JOINT = "joint"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _READING = ("interpretation", "recentre")
 _PENALISED_ONLY = ("damping", "strength", *_READING, "curvature", "consolidate", "keep")
-
-
-class RecipeError(XkfacError):
-    """A recipe that cannot be run as it is written."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ class Recipe:
             hits = {name: line for name, line in self.lines.items() if fnmatch.fnmatchcase(name, pattern)}
             if not hits:
                 raise RecipeError(
-                    f"no line of recipe '{self.name}' matches '{pattern}'{_nearest(pattern, self.lines)}; "
+                    f"no line of recipe '{self.name}' matches '{pattern}'{nearest(pattern, self.lines)}; "
                     f"its lines are {', '.join(self.lines)}"
                 )
             chosen |= hits
@@ -212,7 +216,7 @@ def load_recipe(source: str | Path, settings: Sequence[str] = ()) -> Recipe:
             raise RecipeError(f"'{source}' cannot be read as a recipe ({error})") from None
     else:
         raise RecipeError(
-            f"there is no recipe '{source}'{_nearest(str(source), named)}; give the path of a TOML file or one of "
+            f"there is no recipe '{source}'{nearest(str(source), named)}; give the path of a TOML file or one of "
             f"{', '.join(named)}"
         )
     return parse_recipe(text, str(source), settings)
@@ -231,23 +235,23 @@ def parse_recipe(text: str, source: str = "recipe", settings: Sequence[str] = ()
 
 def _recipe(table: dict[str, Any], source: str) -> Recipe:
     table = dict(table)
-    defaults = _table(table.pop("defaults", {}), "defaults")
-    lines = _table(table.pop("lines", {}), "lines")
-    figures = _table(table.pop("figures", {}), "figures")
+    defaults = as_table(table.pop("defaults", {}), "defaults")
+    lines = as_table(table.pop("lines", {}), "lines")
+    figures = as_table(table.pop("figures", {}), "figures")
     for key in figures:
         _check_name(key, "figure")
-    data = _table(table.pop("data", {}), "data")
+    data = as_table(table.pop("data", {}), "data")
     if not lines:
         raise RecipeError(f"'{source}' has no [lines.NAME] table, so there is nothing to run; add one for each curve")
-    _build(Line, defaults, "defaults")
-    made = {name: _line(name, _table(own, f"lines.{name}"), defaults) for name, own in lines.items()}
-    drawn = {key: _build(Figure, _table(own, f"figures.{key}"), f"figures.{key}") for key, own in figures.items()}
+    build(Line, defaults, "defaults")
+    made = {name: _line(name, as_table(own, f"lines.{name}"), defaults) for name, own in lines.items()}
+    drawn = {key: build(Figure, as_table(own, f"figures.{key}"), f"figures.{key}") for key, own in figures.items()}
     if not drawn:
         drawn = {"accuracy": Figure("Average accuracy", lines=tuple(made))}
     known = {f.name for f in fields(Recipe)} - {"lines", "figures", "data"}
-    _check_keys(table, known | {"defaults", "lines", "figures", "data"}, source)
-    recipe: Recipe = _build(
-        Recipe, {"name": Path(source).stem, **table}, source, lines=made, figures=drawn, data=_build(Data, data, "data")
+    check_keys(table, known | {"defaults", "lines", "figures", "data"}, source)
+    recipe: Recipe = build(
+        Recipe, {"name": Path(source).stem, **table}, source, lines=made, figures=drawn, data=build(Data, data, "data")
     )
     _check_recipe(recipe)
     return recipe
@@ -256,20 +260,20 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
 def _line(name: str, own: dict[str, Any], defaults: dict[str, Any]) -> Line:
     where = f"lines.{name}"
     _check_name(name, "line")
-    method = _typed({**defaults, **own}.get("method", Line.method), str, f"{where}: method")
+    method = typed({**defaults, **own}.get("method", Line.method), str, f"{where}: method")
     known = [*METHODS, JOINT]
     if method not in known:
         raise RecipeError(
-            f"{where}: method '{method}' is not known{_nearest(method, known)}; it is one of {', '.join(known)}"
+            f"{where}: method '{method}' is not known{nearest(method, known)}; it is one of {', '.join(known)}"
         )
     useless = _without_effect({**defaults, **own})
     for key, why in useless.items():
         if key in own:
             raise RecipeError(f"{where}: '{key}' has no effect on {why}; leave it out")
-    line: Line = _build(
+    line: Line = build(
         Line, {"label": name, **{key: v for key, v in defaults.items() if key not in useless}, **own}, where
     )
-    _check_keys(line.curvature, {f.name for f in fields(Settings)}, f"{where}: curvature")
+    check_keys(line.curvature, {f.name for f in fields(Settings)}, f"{where}: curvature")
     try:
         line.resolved_method()
     except XkfacError as error:
@@ -346,66 +350,19 @@ def _check_recipe(recipe: Recipe) -> None:
     for key, figure in recipe.figures.items():
         for name in figure.lines:
             if name not in recipe.lines:
-                raise RecipeError(f"figures.{key}: there is no line '{name}'{_nearest(name, recipe.lines)}")
-
-
-def _table(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RecipeError(f"'{where}' is {value!r}; it must be a table")
-    return value
-
-
-def _check_keys(table: Iterable[str], known: Iterable[str], where: str) -> None:
-    for key in table:
-        if key not in known:
-            raise RecipeError(
-                f"{where}: the key '{key}' is not known{_nearest(key, known)}; the keys are {', '.join(sorted(known))}"
-            )
-
-
-def _build(cls: type[Any], table: Mapping[str, Any], where: str, **made: Any) -> Any:
-    """Return an instance of a dataclass from a table, each value checked against the field's type."""
-    hints = get_type_hints(cls)
-    _check_keys(table, {f.name for f in fields(cls)} - set(made), where)
-    for f in fields(cls):
-        if f.default is MISSING and f.default_factory is MISSING and f.name not in (*table, *made):
-            raise RecipeError(f"{where}: the key '{f.name}' is missing")
-    values = {key: _typed(value, hints[key], f"{where}: {key}") for key, value in table.items()}
-    return cls(**values, **made)
-
-
-def _typed(value: Any, hint: Any, where: str) -> Any:
-    origin, options = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        if value not in options:
-            close = _nearest(str(value), map(str, options))
-            raise RecipeError(f"{where} is {value!r}{close}; it must be one of {', '.join(map(str, options))}")
-        return value
-    if origin in (Union, types.UnionType):
-        return _typed(value, next(option for option in options if option is not type(None)), where)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise RecipeError(f"{where} is {value!r}; it must be a list")
-        return tuple(_typed(item, options[0], where) for item in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    wanted = dict if origin is not None else hint
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a table"}
-        raise RecipeError(f"{where} is {value!r}; it must be {names[wanted]}")
-    return value
+                raise RecipeError(f"figures.{key}: there is no line '{name}'{nearest(name, recipe.lines)}")
 
 
 def _apply(table: dict[str, Any], setting: str) -> None:
     """Change a key of a recipe's table by a setting such as "defaults.epochs=2"."""
     path, equals, text = setting.partition("=")
-    lines = _table(table.get("lines", {}), "lines")
+    lines = as_table(table.get("lines", {}), "lines")
     keys = _path(path, lines)
     if not equals or not all(keys):
         raise RecipeError(f"the setting '{setting}' must have the form key=value, such as defaults.epochs=2")
-    value = _value(text.strip())
+    value = read_value(text.strip())
     if keys[0] == "lines" and len(keys) > 2 and keys[1] not in lines:
-        raise RecipeError(f"the setting '{setting}' names no line{_nearest(keys[1], lines)}")
+        raise RecipeError(f"the setting '{setting}' names no line{nearest(keys[1], lines)}")
     _put(table, keys, value)
     if keys[0] == "defaults" and len(keys) > 1:
         for line in lines.values():
@@ -424,31 +381,19 @@ def _path(text: str, lines: Iterable[str]) -> list[str]:
 
 def _put(table: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     for key in keys[:-1]:
-        table = _table(table.setdefault(key, {}), key)
+        table = as_table(table.setdefault(key, {}), key)
     table[keys[-1]] = value
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def _toml_lines(recipe: Recipe) -> Iterator[str]:
     tables: dict[str, Any] = {"data": recipe.data}
-    tables |= {f"lines.{_key(name)}": line for name, line in recipe.lines.items()}
-    tables |= {f"figures.{_key(name)}": figure for name, figure in recipe.figures.items()}
-    yield from (f"{key} = {_toml(getattr(recipe, key))}" for key in _plain_fields(recipe))
+    tables |= {f"lines.{write_key(name)}": line for name, line in recipe.lines.items()}
+    tables |= {f"figures.{write_key(name)}": figure for name, figure in recipe.figures.items()}
+    yield from (f"{key} = {write_value(getattr(recipe, key))}" for key in _plain_fields(recipe))
     for name, table in tables.items():
         yield ""
         yield f"[{name}]"
-        yield from (f"{key} = {_toml(getattr(table, key))}" for key in _plain_fields(table))
+        yield from (f"{key} = {write_value(getattr(table, key))}" for key in _plain_fields(table))
 
 
 def _plain_fields(table: Any) -> Iterator[str]:
@@ -459,20 +404,3 @@ def _plain_fields(table: Any) -> Iterator[str]:
         if isinstance(table, Line) and f.name in _without_effect(vars(table)):
             continue
         yield f.name
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON lets it stand, TOML does not
-    if isinstance(value, Mapping):
-        inner = ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items())
-        return "{ " + inner + " }" if inner else "{}"
-    return "[" + ", ".join(_toml(item) for item in value) + "]"
