@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import xkfac
+from xkfac.experiments.provenance import provenance as of_process
 
 
 def digits(permutation_seed: int | None = None) -> tuple[Tensor, Tensor]:
@@ -84,22 +82,10 @@ def train(
 def provenance() -> dict[str, str]:
     """Return the command, commit, versions and hardware of this run, to be kept beside its numbers.
 
-    Call it first: the commit is that of the code that is about to run. A copy without history takes it from GIT_COMMIT.
+    Call it once the number of threads is set, and before the work: the commit is that of the code that is about to run.
     """
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
-
-    changed = " with changes" if git("status", "--porcelain", "src", "benchmarks") else ""
-    commit = os.environ.get("GIT_COMMIT") or git("rev-parse", "--short", "HEAD") + changed
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit or "unknown",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": f"{device}, {torch.get_num_threads()} threads",
-    }
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {**of_process(device, torch.get_num_threads()), "command": shlex.join(["python", *sys.argv])}
 
 
 def keep(output: Path, record: dict[str, Any], results: Any, table: str) -> None:

@@ -36,8 +36,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lines", nargs="+", default=list(LINES))
     options = parser.parse_args()
-    record = {**provenance(), "seeds": list(range(options.turns))}
     torch.set_num_threads(options.threads)
+    record = {**provenance(), "seeds": list(range(options.turns))}
     recipe = load_recipe("permuted-mnist")
     parts = load("mnist", options.data, validation=recipe.data.validation).to(options.device)
     seconds: dict[str, list[float]] = {name: [] for name in options.lines}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import secrets
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from xkfac.errors import XkfacError
+from xkfac.experiments.files import replace_file
 from xkfac.experiments.styles import inline_svg, looks, rendered
 from xkfac.experiments.tables import csv_text
 
@@ -155,15 +154,10 @@ def write_file(path: Path, content: bytes) -> None:
 
     Raises XkfacError when it cannot be written.
     """
-    temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        replace_file(path, content)
     except OSError as error:
         raise XkfacError(
             f"'{path}' could not be written ({error.strerror}); free space, or choose another folder"
         ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

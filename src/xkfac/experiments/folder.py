@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from xkfac import storage
 from xkfac.errors import MemoryFileError, XkfacError
+from xkfac.experiments.files import flush, replace_file
 from xkfac.experiments.recipe import Recipe, parse_recipe
 from xkfac.experiments.results import JobResult, LineResults, RunResults
 
@@ -90,7 +90,7 @@ class JobFolder:
         path = self.path / f"checkpoint-{max(numbers, default=0) + 1}.safetensors"
         try:
             if self._events.exists():
-                _flush(self._events)
+                flush(self._events)
             storage.write(path, {**state, "events": size}, tensors, CHECKPOINT)
         except (OSError, MemoryFileError) as error:
             raise not_written(path, error) from None
@@ -308,24 +308,10 @@ def find_runs(folder: Path) -> list[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file, replacing what is there only once all is on disk."""
-    temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
     try:
-        temporary.write_text(text, encoding="utf-8")
-        _flush(temporary)
-        temporary.replace(path)
+        replace_file(path, text.encode())
     except OSError as error:
         raise not_written(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _numbered(folder: Path, name: str) -> list[tuple[int, Path]]:
