@@ -76,6 +76,17 @@ def read_value(text: str) -> Any:
         return text
 
 
+def settings_of(cls: type[Any], settings: Iterable[str]) -> Any:
+    """Return an instance of a dataclass from settings such as "epochs=30", all others at their defaults."""
+    table: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key.strip():
+            raise RecipeError(f"the setting '{setting}' must have the form key=value, such as epochs=30")
+        table[key.strip()] = read_value(text.strip())
+    return build(cls, table, "settings")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a remark that suggests the nearest known name, if one is near."""
     close = difflib.get_close_matches(name, list(known), 1, 0.5)
