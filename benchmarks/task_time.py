@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from common import keep, provenance
 
+from xkfac.experiments.courses import Permuted
 from xkfac.experiments.data import load
 from xkfac.experiments.folder import JobFolder
-from xkfac.experiments.recipe import load_recipe
+from xkfac.experiments.parsing import load_recipe
 from xkfac.experiments.sequence import Sequence
 
 LINES = ("fine-tuning", "ewc", "kfac-bn-brn", "xkfac-bn-brn", "xkfac-bn-bn", "xkfac-brn-brn", "corrected")
@@ -46,7 +47,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 line = replace(recipe.lines[name], tasks=options.tasks)
                 job = JobFolder(Path(folder), name, turn)
-                Sequence(line, turn, parts, job, checkpoint_seconds=float("inf")).run()
+                Sequence(line, turn, Permuted(line, turn, parts), job, checkpoint_seconds=float("inf")).run()
                 # The last task makes no memory, so it is not counted either.
                 seconds[name] += job.result().seconds[1:-1]
     plain = statistics.median(seconds["fine-tuning"])

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.setups import data, mlp, move, randomise, started, target
+import xkfac
+from tests.setups import Everything, data, mlp, move, randomise, started, target
 from tests.test_penalty import CURVATURES, DAMPING, Problem, assert_same_gradients, central_difference, gradients
+from tests.test_stacking import Alike
 from tests.test_training_setups import Skipping
-from xkfac import Curvature, Learner, Penalty, estimate
-from xkfac.fused import FusedPenalty
+from xkfac import Balance, Curvature, Learner, Penalty, estimate
+from xkfac.fused import FusedPenalty, accumulate
 from xkfac.kronecker import Diagonal, KhatriRao, Kronecker, Term, eigenbasis
 from xkfac.merging import INTERPRETATIONS, anchor_of, batch_statistics, bind
 from xkfac.passes import norms_of
@@ -274,8 +276,8 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(depth, bn=nn.BatchNorm1d):
-    """Return how many operations a step of a network of `depth` units with BN takes, with and without the penalty."""
+def operations(depth, at_once, bn=nn.BatchNorm1d):
+    """Return how many operations more a step of a network of `depth` units with BN takes with the penalty."""
     layers = [part for _ in range(depth) for part in (nn.Linear(6, 6), bn(6), nn.ReLU())]
     model, learner = started(randomise(nn.Sequential(*layers, nn.Linear(6, 3))))
     x, y = target()[0]
@@ -286,15 +288,21 @@ def operations(depth, bn=nn.BatchNorm1d):
             learner.close()
         with Operations() as mode:
             loss = F.cross_entropy(model(x), y)
-            (learner.objective(loss) if penalised else loss).backward()
+            if penalised and at_once:
+                learner.backward(loss)
+            else:
+                (learner.objective(loss) if penalised else loss).backward()
         counts.append(mode.count)
     return counts[0] - counts[1]
 
 
 def test_one_unit_more_costs_few_operations():
-    few, many = operations(2), operations(6)
-    assert many - few <= 4 * 24
-    assert few <= 2 * 24 + 45
+    few, many = operations(2, False), operations(6, False)
+    assert many - few <= 4 * 10
+    assert few <= 60
+    few, many = operations(2, True), operations(6, True)
+    assert many - few <= 4 * 5
+    assert few <= 45
 
 
 def test_a_renormalized_net_and_mixed_eps_agree_with_autograd_in_single_precision():
@@ -346,3 +354,104 @@ def test_there_is_no_branch_where_the_penalty_needs_activations(monkeypatch, met
     monkeypatch.setattr(Learner, "_branches", True)
     assert started(net(), method, **options)[1]._branch is None
     assert started()[1]._branch is not None
+
+
+def step_of(build, method, options, branches, monkeypatch):
+    """Return the gradients of two steps in a row by `backward`, by `objective`, and by the penalty in its own words."""
+    monkeypatch.setattr(Learner, "_branches", branches)
+    batches = [(x.double(), y) for x, y in target(count=2)]
+    results = []
+    for way in ("backward", "objective", "reference"):
+        torch.manual_seed(0)
+        balance = Balance(interval=1) if "balance" in options else None
+        model = randomise(build()).double()
+        made = {name: value for name, value in options.items() if name != "balance"}
+        memory = xkfac.consolidate(model, [(x.double(), y) for x, y in data()], method)
+        learner = Learner(model, memory, damping=0.1, importance=(0.7, 0.4), strength=2.0, balance=balance, **made)
+        learner.begin(recentre=False)
+        move(model.train())
+        values = []
+        for x, y in batches:
+            loss = F.cross_entropy(model(x), y)
+            if way == "backward":
+                learner.backward(loss)
+            elif way == "objective":
+                learner.objective(loss).backward()
+            else:
+                read, _ = learner._taken_readings()
+                weights = {name: one.merged_weight(read.get(name)) for name, one in learner._bound.items()}
+                learner.last_penalty = learner._penalty(weights)
+                source, aim = learner._factors()
+                (source * learner.last_penalty + aim * loss).backward()
+                learner.last_penalty = learner.last_penalty.detach()
+                if balance is not None:
+                    learner._rebalance(loss)
+            values.append(learner.last_penalty)
+        results.append((values, {name: p.grad for name, p in model.named_parameters()}))
+    return results
+
+
+@pytest.mark.parametrize("branches", [True, False])
+@pytest.mark.parametrize(
+    ("build", "method", "options"),
+    [
+        (Alike, "xkfac", {}),
+        (Alike, "xkfac", {"interpretation": "bn"}),
+        (Alike, "xkfac", {"interpretation": "const"}),
+        (Alike, "xkfac", {"interpretation": "eval"}),
+        (Alike, "xkfac", {"balance": True}),
+        (Alike, "ewc", {}),
+        (Alike, "corrected", {}),
+        (Alike, "unmerged", {}),
+        (lambda: mlp(BatchRenorm1d), "xkfac", {}),
+        (mlp, "kfac", {}),
+    ],
+)
+def test_a_backward_pass_at_once_is_that_of_the_objective(build, method, options, branches, monkeypatch):
+    found, objective, reference = step_of(build, method, options, branches, monkeypatch)
+    assert all(value > 1e-3 for value in found[0])
+    for other in (objective, reference):
+        torch.testing.assert_close(found[0], other[0], rtol=1e-10, atol=1e-12)
+        for name, gradient in other[1].items():
+            assert (gradient is None) == (found[1][name] is None), name
+            if gradient is not None:
+                torch.testing.assert_close(found[1][name], gradient, rtol=1e-8, atol=1e-11, msg=name)
+
+
+def test_a_parameter_that_the_loss_does_not_reach_gets_the_gradient_of_the_penalty():
+    model, learner = started(damping=0.1)
+    x, y = target()[0]
+    hidden = model[:6](x)
+    learner.backward(F.cross_entropy(hidden[:, :3], y))
+    assert model[6].weight.grad.abs().max() > 1e-4
+    before = model[6].weight.grad.clone()
+    learner.backward(F.cross_entropy(model[:6](x)[:, :3], y))
+    assert not torch.equal(model[6].weight.grad, before)
+
+
+def test_gradients_of_a_parameter_of_several_units_add_up():
+    one, two, three = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    one.grad, three.grad = torch.full((3,), 0.5), torch.ones(3)
+    parts = [torch.full((3,), float(2**place)) for place in range(5)]
+    accumulate([(one, parts[0]), (two, parts[1]), (one, parts[2]), (two, parts[3]), (one, parts[4])])
+    assert one.grad.tolist() == [21.5] * 3
+    assert two.grad.tolist() == [10.0] * 3
+    assert three.grad.tolist() == [1.0] * 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("branches", [True, False])
+def test_a_backward_pass_at_once_on_a_gpu_is_that_on_the_cpu(branches, monkeypatch):
+    monkeypatch.setattr(Learner, "_branches", branches)
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = randomise(Everything()).double()
+        memory = xkfac.consolidate(model, [(x.double(), y) for x, y in data(2, 8, (2, 7, 7))])
+        move(model.to(device).train())
+        learner = Learner(model, memory, damping=0.1)
+        learner.load_state_dict({"begun": True, "balance": None})
+        for x, y in target(count=3, shape=(2, 7, 7)):
+            learner.backward(F.cross_entropy(model(x.double().to(device)), y.to(device)))
+        results.append((learner.last_penalty.cpu(), [p.grad.cpu() for p in model.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-10)

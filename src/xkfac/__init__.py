@@ -1,5 +1,7 @@
 """Continual learning for networks with batch normalization by extended Kronecker-factored curvature (XK-FAC)."""
 
+from xkfac.calibrating import calibrate
+from xkfac.calibration import Calibration
 from xkfac.curvature import Curvature, Settings
 from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, UnitError, XkfacError
 from xkfac.estimation import Estimate, estimate
@@ -21,6 +23,7 @@ __all__ = [
     "BatchRenorm2d",
     "BatchRenorm3d",
     "Bernoulli",
+    "Calibration",
     "Categorical",
     "Coverage",
     "Curvature",
@@ -38,6 +41,7 @@ __all__ = [
     "Unit",
     "UnitError",
     "XkfacError",
+    "calibrate",
     "consolidate",
     "estimate",
     "find_units",

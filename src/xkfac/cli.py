@@ -11,6 +11,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,7 @@ app = typer.Typer(
 
 
 def _recipe_names(incomplete: str) -> list[str]:
-    from xkfac.experiments.recipe import named_recipes
+    from xkfac.experiments.parsing import named_recipes
 
     return [name for name in named_recipes() if name.startswith(incomplete)]
 
@@ -165,9 +166,65 @@ def run(
 def resume(run: RunPath, jobs: Jobs = None, quiet: Quiet = False, as_json: AsJson = False) -> None:
     """Go on with a run that was interrupted; its numbers are those of an unbroken run."""
     from xkfac.experiments import resume as go_on
+    from xkfac.experiments.folder import RunFolder
 
+    if "tuning" in RunFolder.open(run).facts:
+        from xkfac.experiments.tuning import go_on as go_on_tuning
+
+        _tune(run, quiet, as_json, lambda show: go_on_tuning(RunFolder.open(run), jobs=jobs, show=show))
+        return
     _with_progress(run, quiet or as_json, lambda show: go_on(run, jobs=jobs, show=show))
     _finish([run], run / "report", as_json)
+
+
+@app.command()
+def tune(
+    recipe: RecipeName,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The folder, new or begun; by default runs/RECIPE-tuned."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a key, e.g. `defaults.epochs=2`, `repeats=1`."),
+    ] = None,
+    lines: Annotated[
+        list[str] | None,
+        typer.Option("--line", "-l", metavar="NAME", help="Tune these lines alone; `kfac-*` works too."),
+    ] = None,
+    jobs: Jobs = None,
+    device: Device = "auto",
+    data: DataFolder = None,
+    download: Annotated[bool, typer.Option("--download", help="Fetch the data if it is not there.")] = False,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="A database or a journal file for Optuna; by default a journal in the folder."
+        ),
+    ] = None,
+    scatter: Annotated[
+        bool, typer.Option(help="Keep the weights of every trial until all is chosen, and measure them too.")
+    ] = True,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Choose the learning rate and damping of every task from the grids of a recipe, without source data.
+
+    Task by task, the setting with the best accuracy on the validation split of the target alone is chosen. Several
+    processes and machines can work on one folder. Interrupt it at will; the same command, or `xkfac resume`, goes on.
+    """
+    from xkfac.experiments import load_recipe
+    from xkfac.experiments.tuning import tune as choose
+
+    made = load_recipe(recipe, settings or ())
+    folder = output or Path("runs") / f"{made.name}-tuned"
+    where: dict[str, Any] = {"device": device, "data": data, "download": download, "storage": storage}
+    _tune(
+        folder,
+        quiet,
+        as_json,
+        lambda show: choose(made, folder, lines=lines or (), jobs=jobs, scatter=scatter, show=show, **where),
+    )
 
 
 @app.command()
@@ -234,24 +291,75 @@ def compare(runs: RunPaths, as_json: AsJson = False) -> None:
 @app.command()
 def inspect(
     memory: Annotated[Path, typer.Argument(metavar="MEMORY_FILE", help="A file that `Memory.save` wrote.")],
+    batch: Annotated[
+        int | None,
+        typer.Option(min=2, help="The size of the mini-batches it was made with; the paper's form needs it for K-FAC."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The seed of what is estimated from drawn entries.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a memory file holds: its method, its units, and how strongly it protects them."""
-    from xkfac.experiments.inspection import inspect_memory
+    """Show what a memory file holds: its method, the spectra of its units, K-FAC against XK-FAC, its calibration.
 
-    found = inspect_memory(memory)
+    A bar of a spectrum is a decade of eigenvalues, the largest first; its height is the logarithm of their number.
+    """
+    from rich.status import Status
+
+    from xkfac.experiments.inspection import calibration_table, facts, inspect_memory, unit_table
+
+    error = Console(stderr=True)
+    with Status("reading the memory", console=error) if error.is_terminal else nullcontext() as status:
+
+        def show(done: int, total: int, unit: str) -> None:
+            if status is not None:
+                status.update(f"unit {done + 1} of {total}: {escape(unit)}")
+
+        found = inspect_memory(memory, batch=batch, seed=seed, show=show)
     if as_json:
         _print_json(found)
         return
     console = _console()
-    for name, value in found.items():
-        if name != "units":
-            console.print(f"[bold]{name}[/]: {escape(str(value))}")
-    units = found["units"]
-    table = Table(*units[0], box=None, pad_edge=False) if units else Table()
-    for unit in units:
-        table.add_row(*(escape(f"{value:.3g}" if isinstance(value, float) else str(value)) for value in unit.values()))
-    console.print(table)
+    for name, value in facts(found).items():
+        console.print(f"[bold]{name}[/]: {escape(value)}", highlight=False)
+    for head, *rows in filter(None, (calibration_table(found), unit_table(found))):
+        table = Table(*head, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print()
+        console.print(table)
+
+
+@app.command()
+def pretrain(
+    tree: Annotated[str, typer.Argument(metavar="TREE", help="An image tree, a folder or a zip, in the data folder.")],
+    weights: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="The .safetensors file to write.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting, e.g. `epochs=30`, `stem=small`."),
+    ] = None,
+    task: Annotated[str, typer.Option(help="What the task is called.")] = "source",
+    data: DataFolder = None,
+    device: Device = "auto",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 1,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a source network on an image tree; interrupt it at will, the same command goes on."""
+    from xkfac.experiments.pretraining import Pretraining
+    from xkfac.experiments.pretraining import pretrain as train
+    from xkfac.experiments.toml import settings_of
+
+    silent = quiet or as_json
+
+    def tell(epoch: Any) -> None:
+        held_out = "" if epoch.validation is None else f", validation {epoch.validation:.2f}%"
+        _tell(silent, f"epoch {epoch.epoch}/{epoch.epochs}: loss {epoch.loss:.4f}{held_out}, {epoch.seconds:.1f} s")
+
+    made = settings_of(Pretraining, settings or ())
+    found = train(tree, weights, made, task=task, folder=data, device=device, workers=workers, progress=tell)
+    if as_json:
+        _print_json({"weights": str(found.weights), "validation": found.validation, "test": found.test})
+        return
+    print(f"{len(found.classes)} classes, {found.test:.2f}% on the test part\nweights: {found.weights}")
 
 
 @app.command()
@@ -261,7 +369,7 @@ def recipe(
     ] = None,
 ) -> None:
     """List the recipes that come with xkfac, or print one, to be copied and edited."""
-    from xkfac.experiments.recipe import load_recipe, named_recipes
+    from xkfac.experiments.parsing import load_recipe, named_recipes
 
     if name is None:
         table = Table("recipe", "lines", "repeats", "title", box=None, pad_edge=False)
@@ -308,6 +416,29 @@ def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> Non
         if (folder / "run.json").exists():
             _tell(False, f"interrupted; go on with: xkfac resume {shlex.quote(str(folder))}")
         raise
+
+
+def _tune(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any]) -> None:
+    """Do the work of a tuning with live progress, say what was chosen and why, and write the report."""
+    from xkfac.experiments.tuning import COLUMNS, TuningDisplay
+
+    try:
+        with TuningDisplay(None if quiet or as_json else Console(stderr=True)) as display:
+            found = work(display.show)
+    except KeyboardInterrupt:
+        if (folder / "run.json").exists():
+            _tell(False, f"interrupted; go on with: xkfac resume {shlex.quote(str(folder))}")
+        raise
+    if as_json:
+        _print_json({"choices": str(folder / "choices.json"), "chosen": [each.to_dict() for each in found]})
+        return
+    table = Table(*COLUMNS, box=None, pad_edge=False)
+    for each in found:
+        table.add_row(*map(escape, each.cells()))
+    console = _console()
+    console.print(table)
+    console.print(f"\nchosen by accuracy in % on the validation split of each target: {folder / 'choices.json'}\n")
+    _finish([folder], folder / "report", as_json=False)
 
 
 def _finish(folders: list[Path], output: Path, as_json: bool) -> None:

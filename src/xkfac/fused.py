@@ -1,15 +1,15 @@
 """L_s of a network and its gradient in every parameter at once: what a training step pays for the penalty.
 
 `Penalty` of `BoundUnit.merged_weight` says the same in the paper's words and leaves the gradient to autograd, which
-takes some sixty small operations a unit. Here the vectors of all BN lie side by side, so that their arithmetic costs
-the same for one unit and for fifty, and every large matrix is passed over as few times as its products allow.
+takes some sixty small operations a unit. Here the vectors of all BN lie side by side, units of one shape lie on top of
+each other, and every large matrix is passed over as few times as its products allow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from xkfac.branches import Branch
 from xkfac.merging import BoundUnit, Reading
 from xkfac.penalty import Penalty
 from xkfac.renorm import _BatchRenorm
+from xkfac.stacking import Member, Products, group
 
-_ALIGNMENT = 16  # numbers: where every unit starts, as vectorised kernels like it
+_Wanted = Sequence[tuple[torch.Size, torch.dtype] | None]
 
 
 class FusedPenalty:
@@ -31,171 +32,236 @@ class FusedPenalty:
     BN is the one of some statistics `center` and `spread` [C], which are the population's (eval, brn), the mini-batch's
     (bn, const), or between the two (brn in a net that clips r and d). The gradient flows through the mini-batch's. What
     is neither such a unit nor a plain layer is given by its `merged_weight`.
+
+    The vectors of all units are one flat tensor: gamma, b, center, spread and beta of those with BN, then b of plain
+    layers. The gradients in them are another in the same order, with mean and variance of the mini-batch in place of
+    center and spread.
     """
 
     def __init__(self, penalty: Penalty, bound: Mapping[str, BoundUnit]) -> None:
         self._penalty = penalty
-        anchors = list(penalty.anchor.values())
-        self._units, size = [], 0
-        for name, anchor in penalty.anchor.items():
-            self._units.append(_Member(bound[name], size))
-            size += -(-anchor.numel() // _ALIGNMENT) * _ALIGNMENT
-        self._plain = [one for one in self._units if one.role == "plain"]
-        self._merged = [one for one in self._units if one.role == "merged"]
-        # Gaps between units stay zero, so that one inner product over everything is that of the units.
-        self._origin, self._moved = anchors[0].new_zeros(2, size)
-        for one, anchor in zip(self._units, anchors, strict=True):
-            one.whole(self._origin).copy_(-anchor)
+        self._groups = group([bound[name] for name in penalty.anchor])
+        members = [one for each in self._groups for one in each.members]
+        self._merged = [one for one in members if one.role == "merged"]
+        self._plain = [one for one in members if one.role == "plain"]
         self._channels = [one.rows for one in self._merged]
-        self._places = {one.bound.unit.name: one.whole(self._moved) for one in self._units}
-        self._from = [(one.weight(self._origin), one.bias(self._origin)) for one in self._units]
-        self._to = [(one.weight(self._moved), one.bias(self._moved)) for one in self._units]
-        widest = max([0, *self._channels])
-        self._ones, self._zeros = anchors[0].new_ones(widest), anchors[0].new_zeros(widest)
-        self._eps = _eps(self._merged, anchors[0])
+        self._count = sum(self._channels)
+        self._sizes = [*self._channels * 5, *(one.rows for one in self._plain)]
+        like = next(iter(penalty.anchor.values()))
+        # Gaps between groups stay zero, so that one inner product over everything is that of the units.
+        size = max(each.end for each in self._groups)
+        self._origin, self._moved = like.new_zeros(size), like.new_zeros(size)
+        for one in members:
+            one.whole(self._origin).copy_(-penalty.anchor[one.name])
+        self._places = torch.cat(
+            [one.bias_places() for one in (*self._merged, *self._plain)] or [torch.empty(0, dtype=torch.long)]
+        ).to(like.device)
+        self._start = self._vectors_at_start()
+        self._fillers = like.new_ones(max([0, *self._channels])), like.new_zeros(max([0, *self._channels]))
+        self._from = [each.weight(self._origin) for each in self._groups]
+        self._to = [each.weight(self._moved) for each in self._groups]
+        self._products = Products(penalty.curvature, self._groups)
+
+    def _vectors_at_start(self) -> Tensor:
+        """Return what is taken off the vectors: -eps of spread, and the anchor's last column of beta and of b."""
+        start = self._origin.new_zeros(sum(self._sizes))
+        eps = [self._origin.new_full((one.rows,), float(one.bound.norm.eps)) for one in self._merged]
+        if eps:
+            start[3 * self._count : 4 * self._count] = -torch.cat(eps)
+        start[4 * self._count :] = -self._origin[self._places]
+        return start
 
     @property
     def branches_off(self) -> bool:
         """Whether every unit's displacement can be known before a forward pass, under brn and without clipping."""
-        norms = [one.bound.norm for one in self._units if one.bound.norm is not None]
+        norms = [one.bound.norm for each in self._groups for one in each.members if one.bound.norm is not None]
         return len(norms) == len(self._merged) > 0 and not any(isinstance(norm, _BatchRenorm) for norm in norms)
+
+    def gather(self, readings: Mapping[str, Reading] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a copy of the vectors, and center and spread [2, C] of every unit in it.
+
+        A BN without a reading is read with its population statistics.
+        """
+        norms = [one.bound.norm for one in self._merged]
+        effective = [_effective(one.bound, (readings or {}).get(one.name)) for one in self._merged]
+        ones, zeros = self._fillers
+        parts = [
+            *self._filled([norm.weight for norm in norms], ones),
+            *self._filled([one.bound.bias for one in self._merged], zeros),
+            *(center for center, _ in effective),
+            *(spread for _, spread in effective),
+            *self._filled([norm.bias for norm in norms], zeros),
+            *(one.bound.bias for one in self._plain if one.bound.bias is not None),
+        ]
+        vectors = torch.cat(parts).to(self._origin.dtype) if parts else self._origin.new_empty(0)
+        both = vectors[2 * self._count : 4 * self._count].view(2, -1).split(self._channels, 1)  # type: ignore[no-untyped-call]
+        return vectors, dict(zip([one.name for one in self._merged], both, strict=True))
+
+    def _filled(self, tensors: Iterable[Tensor | None], filler: Tensor) -> list[Tensor]:
+        sizes = zip(tensors, self._channels, strict=True)
+        return [filler[:size] if tensor is None else tensor for tensor, size in sizes]
 
     def __call__(self, readings: Mapping[str, Reading], branch: Branch | None = None) -> Tensor:
         """Return L_s, a scalar, for the readings by unit; a BN without one is read with its population statistics.
 
         With a `branch` that covers the readings, what needs no activation runs there.
         """
-        read = [readings.get(one.bound.unit.name) for one in self._merged]
+        inputs = self._inputs(readings)
+        return _Fused.apply(self, readings, torch.is_grad_enabled(), branch, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+    def value_and_gradients(
+        self, readings: Mapping[str, Reading], factor: float | Tensor, branch: Branch | None = None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return L_s and pairs of a tensor and `factor` times the gradient in it, without a graph.
+
+        The tensors are parameters, the statistics of readings, and others that L_s is made of. With a `branch` the
+        numbers are there after its `join`, but for the gradients in statistics, which a `Tap` waits for by itself.
+        """
+        inputs = self._inputs(readings)
+        with torch.no_grad(), torch.autocast(self._origin.device.type, enabled=False):
+            statistics = self._statistics(inputs)
+            with nullcontext() if branch is None else branch.beside():
+                result = self.evaluate(readings, inputs, statistics, True, branch)
+                found = self.gradients(result, factor, _wanted(inputs), branch)
+                value = self.value(result)
+        return value, [(a, b) for a, b in zip(inputs, found, strict=True) if a is not None and b is not None]
+
+    def _inputs(self, readings: Mapping[str, Reading]) -> list[Tensor | None]:
+        """Return what L_s is a function of: the weights of all units, then the vectors, those of statistics too."""
+        read = [readings.get(one.name) for one in self._merged]
         norms = [one.bound.norm for one in self._merged]
-        inputs = [
-            *(one.input(readings) for one in self._units),
-            *(one.bound.bias for one in self._plain),
+        return [
+            *(_weight(one, readings) for each in self._groups for one in each.members),
             *(norm.weight for norm in norms),
-            *(norm.bias for norm in norms),
             *(one.bound.bias for one in self._merged),
             *(reading and reading.mean for reading in read),
             *(reading and reading.var for reading in read),
+            *(norm.bias for norm in norms),
+            *(one.bound.bias for one in self._plain),
         ]
-        return _Fused.apply(self, read, torch.is_grad_enabled(), branch, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _statistics(self, inputs: Sequence[Tensor | None]) -> Tensor | None:
+        """Return mean and variance [2, channels] of all mini-batches, or None where no gradient flows through them."""
+        start, count = len(inputs) - len(self._sizes) + 2 * len(self._merged), len(self._merged)
+        mean, var = inputs[start : start + count], inputs[start + count : start + 2 * count]
+        if not any(one is not None and one.requires_grad for one in mean):
+            return None
+        ones, zeros = self._fillers
+        both = torch.cat([*self._filled(mean, zeros), *self._filled(var, ones)])
+        return both.to(self._origin.dtype).view(2, -1)
 
     def evaluate(
-        self, read: Sequence[Reading | None], inputs: Sequence[Tensor | None], gradient: bool, branch: Branch | None
+        self,
+        readings: Mapping[str, Reading],
+        inputs: Sequence[Tensor | None],
+        statistics: Tensor | None,
+        gradient: bool,
+        branch: Branch | None,
     ) -> _Result:
-        """Return the value, and what the gradients are made of, for the inputs in the order of `__call__`."""
-        parts = self._split(inputs)
-
-        def work() -> tuple[Tensor | None, ...]:
-            return self._without_statistics(parts, read, gradient)
-
-        value, product, scale, bias, inner, found = work() if branch is None else branch.run(work)
-        assert value is not None
-        assert product is not None
-        if scale is not None and bias is not None and inner is not None and found is not None:
-            self._add_statistics(parts, scale, bias, inner, found)
-        return _Result(value, product, scale, found)
-
-    def _without_statistics(
-        self, parts: _Parts, read: Sequence[Reading | None], gradient: bool
-    ) -> tuple[Tensor | None, ...]:
-        """Return L_s, P, s, b, the row sums p_w . w, and the gradients [5, channels] in all but the statistics."""
-        rows = self._rows(read, parts) if self._merged else None
-        self._displace(parts, rows)
+        """Return P = dL_s/dW~, and what else the gradients are made of, for the inputs in their order."""
+        rows = self._rows(self.gather(readings)[0] if branch is None else branch.vectors)
+        weights = iter(inputs)
+        tall = [each.tall([next(weights) for _ in each.members]) for each in self._groups]
+        self._displace(tall, rows)
         product = self._moved * self._penalty.damping
-        out = {one.bound.unit.name: one.whole(product) for one in self._units}
-        self._penalty.curvature.add_product(self._places, out)
+        self._products.add(self._moved, product)
+        if not gradient:
+            return _Result(product, None, None)
+        inner, found = self._vector_gradients(tall, rows, product)
+        if statistics is not None:
+            if branch is not None:
+                branch.catch_up(statistics)
+            self._add_statistics(statistics, rows, inner, found)
+        return _Result(product, rows.scale, found)
+
+    def value(self, result: _Result) -> Tensor:
+        """Return L_s, half the inner product of W~ - W~* and P, of the latest evaluation, once."""
         # A sum in pairs, for one running sum over millions of numbers would lose four digits of seven. H is positive
         # semi-definite; in its null space rounding alone decides the sign.
-        value = self._moved.mul_(product).sum().clamp_(min=0).mul_(0.5)
-        if not gradient or rows is None:
-            return value, product, None, None, None, None
-        return value, product, rows.scale, rows.bias, *self._vector_gradients(rows, parts, product)
+        return self._moved.mul_(result.product).sum().clamp_(min=0).mul_(0.5)
 
-    def _split(self, inputs: Sequence[Any]) -> _Parts:
-        sizes = [len(self._units), len(self._plain), *[len(self._merged)] * 5]
-        rest = iter(inputs)
-        return _Parts(*(list(islice(rest, size)) for size in sizes))
+    def _rows(self, vectors: Tensor) -> _Rows:
+        """Return the vectors over all channels of all BN, and the last column of W~ - W~* of all units."""
+        gamma, bias, center, spread, last = (vectors - self._start).split([*[self._count] * 4, len(self._places)])  # type: ignore[no-untyped-call]
+        inverse = spread.rsqrt_()
+        scale, offset = gamma.mul_(inverse), bias - center
+        last[: self._count].addcmul_(scale, offset)
+        return _Rows(bias, inverse, scale, offset, last)
 
-    def _rows(self, read: Sequence[Reading | None], parts: _Parts) -> _Rows:
-        """Return the vectors over all channels of all BN, one after the other."""
-        effective = [_effective(one.bound, reading) for one, reading in zip(self._merged, read, strict=True)]
-        gamma, beta, bias, center, spread = self._side_by_side(
-            self._filled(parts.gamma, self._ones),
-            self._filled(parts.beta, self._zeros),
-            self._filled(parts.bias, self._zeros),
-            [one[0] for one in effective],
-            [one[1] for one in effective],
-        )
-        inverse = (spread + self._eps).rsqrt_()
-        scale, offset = gamma * inverse, bias - center
-        return _Rows(bias, inverse, scale, offset, torch.addcmul(beta, scale, offset))
-
-    def _filled(self, tensors: Sequence[Tensor | None], filler: Tensor) -> list[Tensor]:
-        sizes = zip(tensors, self._channels, strict=True)
-        return [filler[:size] if tensor is None else tensor for tensor, size in sizes]
-
-    def _side_by_side(self, *rows: Sequence[Tensor]) -> Sequence[Tensor]:
-        return torch.cat([one for row in rows for one in row]).to(self._origin.dtype).view(len(rows), -1).unbind()
-
-    def _displace(self, parts: _Parts, rows: _Rows | None) -> None:
+    def _displace(self, tall: Sequence[Tensor | None], rows: _Rows) -> None:
         """Write W~ - W~* of every unit to its place."""
-        scales = iter(() if rows is None else torch.split(rows.scale, self._channels))
-        shifts = iter(() if rows is None else torch.split(rows.shift, self._channels))
-        biases = iter(parts.plain)
-        for one, weight, start, end in zip(self._units, parts.weights, self._from, self._to, strict=True):
-            if one.role == "merged":
-                scale = next(scales)[:, None]
-                if weight is None:
-                    torch.add(start[0], scale, out=end[0])
-                else:
-                    torch.addcmul(start[0], weight.flatten(1), scale, out=end[0])
-                torch.add(start[1], next(shifts), out=end[1])
+        for each, weight, start, end in zip(self._groups, tall, self._from, self._to, strict=True):
+            if each.role != "merged":
+                assert weight is not None
+                torch.add(start, weight, out=end)
+            elif weight is None:
+                torch.add(start, each.channels(rows.scale), out=end)
             else:
-                torch.add(start[0], weight.reshape(start[0].shape), out=end[0])
-                if one.role == "plain":
-                    torch.add(start[1], next(biases), out=end[1])
+                torch.addcmul(start, weight, each.channels(rows.scale), out=end)
+        self._moved.index_copy_(0, self._places, rows.last)
 
-    def _vector_gradients(self, rows: _Rows, parts: _Parts, product: Tensor) -> tuple[Tensor, Tensor]:
-        """Return p_w . w [channels] for P = dL_s/dW~ = [p_w, p_b], and the gradients in gamma, beta, b, [5, channels].
+    def _vector_gradients(self, tall: Sequence[Tensor | None], rows: _Rows, product: Tensor) -> tuple[Tensor, Tensor]:
+        """Return p_w . w [channels] for P = [p_w, p_b], and the gradients in the vectors.
 
-        The last two rows are left for those in the mini-batch's mean and variance.
+        Those in the mini-batch's mean and variance are left open.
         """
-        found = rows.scale.new_empty(5, rows.scale.numel())
-        to_gamma, to_beta, to_bias, _, _ = found.unbind()
-        torch.cat([one.bias(product) for one in self._merged], out=to_beta)
+        found = torch.empty_like(self._start)
+        inner = torch.empty_like(rows.scale)
+        to_gamma, to_bias, _, _, to_last = found.split([*[self._count] * 4, len(self._places)])  # type: ignore[no-untyped-call]
+        torch.index_select(product, 0, self._places, out=to_last)
+        to_beta = to_last[: self._count]
         torch.mul(rows.scale, to_beta, out=to_bias)
-        inner = torch.cat(
-            [
-                one.weight(product)[:, 0] if weight is None else (one.weight(product) * weight.flatten(1)).sum(1)
-                for one, weight in zip(self._units, parts.weights, strict=True)
-                if one.role == "merged"
-            ]
-        )
+        for each, weight in zip(self._groups, tall, strict=True):
+            if each.role == "merged":
+                ours = each.weight(product)
+                torch.sum(ours if weight is None else ours * weight, 1, True, out=each.channels(inner))
         torch.addcmul(inner, to_beta, rows.offset, out=to_gamma).mul_(rows.inverse)
         return inner, found
 
-    def _add_statistics(self, parts: _Parts, scale: Tensor, bias: Tensor, inner: Tensor, found: Tensor) -> None:
+    def _add_statistics(self, statistics: Tensor, rows: _Rows, inner: Tensor, found: Tensor) -> None:
         """Write the gradients in mean and variance: -s p_b and -s (p_w . w + p_b (b - mean)) / (2 (var + eps))."""
-        if not any(mean is not None and mean.requires_grad for mean in parts.mean):
-            return
-        _, to_beta, to_bias, to_mean, to_var = found.unbind()
-        mean, var = self._side_by_side(self._filled(parts.mean, self._zeros), self._filled(parts.var, self._ones))
+        _, to_bias, to_mean, to_var, to_beta = found[: 5 * self._count].view(5, -1)
+        mean, var = statistics
         torch.neg(to_bias, out=to_mean)
-        torch.addcmul(inner, to_beta, bias - mean, out=to_var).mul_(scale)
-        to_var.div_((var + self._eps).mul_(-2))
+        torch.addcmul(inner, to_beta, rows.bias - mean, out=to_var).mul_(rows.scale)
+        # 2 (eps + var), negative: what is taken off the vectors is -eps.
+        to_var.div_((self._start[3 * self._count : 4 * self._count] - var).mul_(2))
 
-    def gradients(self, result: _Result, factor: Tensor, inputs: Sequence[Any]) -> list[Tensor | None]:
-        """Return `factor` times the gradient in every input that `inputs` wants one of, as (shape, dtype), or None."""
-        wanted = iter(inputs)
-        scales = iter(() if result.scale is None else torch.split(result.scale * factor, self._channels))
+    def gradients(
+        self, result: _Result, factor: float | Tensor, wanted: _Wanted, branch: Branch | None = None
+    ) -> list[Tensor | None]:
+        """Return `factor` times the gradient in every input that `wanted` has a shape and dtype of, or None."""
+        assert result.scale is not None
+        assert result.vectors is not None
+        vectors = result.vectors * factor
+        if branch is not None:
+            branch.give_statistics(vectors)
+        scale = result.scale * factor
         found: list[Tensor | None] = []
-        for one in self._units:
-            scale = next(scales)[:, None] if one.role == "merged" else factor
-            found.append(None if next(wanted) is None else one.weight(result.product) * scale)
-        for one in self._plain:
-            found.append(None if next(wanted) is None else one.bias(result.product) * factor)
-        if result.vectors is not None:
-            found += torch.split((result.vectors * factor).view(-1), self._channels * 5)
-        return [None if one is None else _as(one, want) for one, want in zip(found, inputs, strict=True)]
+        for each in self._groups:
+            count = len(each.members)
+            if all(one is None for one in wanted[len(found) : len(found) + count]):
+                found += [None] * count
+            else:
+                weight = each.weight(result.product)
+                found += (weight * (each.channels(scale) if each.role == "merged" else factor)).chunk(count)
+        found += vectors.split(self._sizes)  # type: ignore[no-untyped-call]
+        return [None if one is None else _as(one, want) for one, want in zip(found, wanted, strict=True)]
+
+
+def accumulate(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients to `.grad` of parameters, all at once."""
+    waiting = list(pairs)
+    while waiting:
+        # A parameter of several units has as many gradients, and a turn takes one of each.
+        turn = {id(parameter): (parameter, gradient) for parameter, gradient in waiting}
+        waiting = [(a, b) for a, b in waiting if turn[id(a)][1] is not b]
+        known = [(parameter.grad, gradient) for parameter, gradient in turn.values() if parameter.grad is not None]
+        for parameter, gradient in turn.values():
+            if parameter.grad is None:
+                parameter.grad = gradient
+        if known:
+            torch._foreach_add_([a for a, _ in known], [b for _, b in known])
 
 
 class _Fused(torch.autograd.Function):
@@ -205,98 +271,54 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any,
         fused: FusedPenalty,
-        read: list[Reading | None],
+        readings: Mapping[str, Reading],
         gradient: bool,
         branch: Branch | None,
         *inputs: Tensor | None,
     ) -> Tensor:
         with torch.autocast(fused._origin.device.type, enabled=False):
-            result = fused.evaluate(read, inputs, gradient, branch)
-        ctx.save_for_backward(result.product, result.scale, result.vectors)
-        ctx.fused = fused
-        ctx.inputs = [(one.shape, one.dtype) if one is not None and one.requires_grad else None for one in inputs]
-        return result.value
+            statistics = fused._statistics(inputs)
+            with nullcontext() if branch is None else branch.beside():
+                result = fused.evaluate(readings, inputs, statistics, gradient, branch)
+                value = fused.value(result)
+        kept = [result.product, result.scale, result.vectors]
+        if branch is not None:
+            branch.join([one for one in (value, *kept) if one is not None])
+        ctx.save_for_backward(*kept)
+        ctx.fused, ctx.wanted = fused, _wanted(inputs)
+        return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        result = _Result(factor, *ctx.saved_tensors)
-        return None, None, None, None, *ctx.fused.gradients(result, factor, ctx.inputs)
-
-
-class _Member:
-    """A unit and its part of a flat tensor.
-
-    role: `merged`, a layer with BN, or BN alone; `plain`, a layer with a bias; `whole`, what has one tensor as its W~.
-    """
-
-    def __init__(self, bound: BoundUnit, start: int) -> None:
-        self.bound, self.start = bound, start
-        groups, rows, columns = bound.unit.shape
-        self.rows, self.columns = groups * rows, columns
-        self.role = "whole"
-        if bound.norm is not None and bound.unit.kind in ("linear", "conv", "norm"):
-            self.role = "merged"
-        elif bound.norm is None and bound.bias is not None:
-            self.role = "plain"
-
-    def whole(self, flat: Tensor) -> Tensor:
-        """Return W~ [groups, rows, columns]."""
-        shape = self.bound.unit.shape
-        return flat.as_strided(shape, (shape[1] * shape[2], shape[2], 1), self._offset(flat))
-
-    def weight(self, flat: Tensor) -> Tensor:
-        """Return W~ but for a bias, [C, D]."""
-        return flat.as_strided(
-            (self.rows, self.columns - (self.role != "whole")), (self.columns, 1), self._offset(flat)
-        )
-
-    def bias(self, flat: Tensor) -> Tensor:
-        """Return the last column of W~, [C]."""
-        return flat.as_strided((self.rows,), (self.columns,), self._offset(flat) + self.columns - 1)
-
-    def _offset(self, flat: Tensor) -> int:
-        return self.start + int(flat.storage_offset())
-
-    def input(self, readings: Mapping[str, Reading]) -> Tensor | None:
-        """Return the tensor that the penalty takes in as the unit's weight."""
-        if self.role == "whole" and self.bound.norm is not None:
-            return self.bound.merged_weight(readings.get(self.bound.unit.name))
-        return None if self.bound.unit.kind == "norm" else self.bound.weight
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The inputs by kind: of all units, of plain layers with a bias, and of units with BN."""
-
-    weights: list[Any]
-    plain: list[Any]
-    gamma: list[Any]
-    beta: list[Any]
-    bias: list[Any]
-    mean: list[Any]
-    var: list[Any]
+        return None, None, None, None, *ctx.fused.gradients(_Result(*ctx.saved_tensors), factor, ctx.wanted)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Vectors [channels] of all units with BN: b, 1 / sqrt(spread + eps), s, b - center, and beta + s (b - center)."""
+    """Vectors [channels] of all units with BN: b, 1 / sqrt(spread + eps), s, b - center.
+
+    `last` is the last column of W~ - W~*, of units with BN and then of plain layers.
+    """
 
     bias: Tensor
     inverse: Tensor
     scale: Tensor
     offset: Tensor
-    shift: Tensor
+    last: Tensor
 
 
 @dataclass(frozen=True)
 class _Result:
-    """L_s, P = dL_s/dW~ of all units in one flat tensor, s [channels], and the gradients in the vectors."""
+    """P = dL_s/dW~ of all units in one flat tensor, s [channels], and the gradients in the vectors."""
 
-    value: Tensor
     product: Tensor
     scale: Tensor | None
     vectors: Tensor | None
+
+
+def _wanted(inputs: Sequence[Tensor | None]) -> _Wanted:
+    return [(one.shape, one.dtype) if one is not None and one.requires_grad else None for one in inputs]
 
 
 def _as(gradient: Tensor, want: tuple[torch.Size, torch.dtype] | None) -> Tensor | None:
@@ -305,6 +327,13 @@ def _as(gradient: Tensor, want: tuple[torch.Size, torch.dtype] | None) -> Tensor
         return None
     gradient = gradient if gradient.shape == want[0] else gradient.view(want[0])
     return gradient if gradient.dtype == want[1] else gradient.to(want[1])
+
+
+def _weight(one: Member, readings: Mapping[str, Reading]) -> Tensor | None:
+    """Return the tensor that the penalty takes in as the unit's weight; a BN alone has none."""
+    if one.role == "whole" and one.bound.norm is not None:
+        return one.bound.merged_weight(readings.get(one.name))
+    return None if one.bound.unit.kind == "norm" else one.bound.weight
 
 
 def _effective(one: BoundUnit, reading: Reading | None) -> tuple[Tensor, Tensor]:
@@ -317,11 +346,3 @@ def _effective(one: BoundUnit, reading: Reading | None) -> tuple[Tensor, Tensor]
         return reading.mean, reading.var
     mean, std = one.normalisation(reading)
     return mean, std.square() - one.norm.eps
-
-
-def _eps(merged: Sequence[_Member], like: Tensor) -> float | Tensor:
-    """Return the eps of all BN, as a number where they agree, else [channels]."""
-    values = [float(one.bound.norm.eps) for one in merged]
-    if len(set(values)) <= 1:
-        return values[0] if values else 0.0
-    return torch.cat([like.new_full((one.rows,), eps) for one, eps in zip(merged, values, strict=True)])

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from xkfac.batches import Forward
-from xkfac.branches import Branch
+from xkfac.branches import Branch, Tap
+from xkfac.calibration import Strength, strength_of
 from xkfac.errors import MismatchError, XkfacError
-from xkfac.fused import FusedPenalty
+from xkfac.fused import FusedPenalty, accumulate
 from xkfac.likelihood import Likelihood, get_likelihood
 from xkfac.memory import Memory, estimate_for
 from xkfac.merging import BoundUnit, Interpretation, Reading, bind, norm_input
@@ -80,7 +81,8 @@ class Learner:
 
     damping: lambda, added to the curvature as lambda * I on W~. interpretation: how merged weights are read; the
     method's own unless given. importance: (ls, lt); by default T/(T+1) and 1/(T+1) for a memory of T tasks (eq.
-    imp_hyp). strength: a factor on the penalty alone. balance: adaptive alpha_s, alpha_t.
+    imp_hyp). strength: a factor on the penalty alone; "calibrated" takes the scale that `calibrate` has measured.
+    balance: adaptive alpha_s, alpha_t.
 
     BN layers carry hooks from here on until `finish` or `close`. Make the learner before the first call of a compiled
     model, which would not notice hooks that come later, and with the DistributedDataParallel model where there is one,
@@ -100,9 +102,10 @@ class Learner:
         damping: float = 1e-4,
         interpretation: Interpretation | None = None,
         importance: tuple[float, float] | None = None,
-        strength: float = 1.0,
+        strength: Strength = 1.0,
         balance: Balance | None = None,
     ) -> None:
+        strength = strength_of(strength, memory.calibration)
         given = importance or (0.0, 0.0)
         for name, value in (("damping", damping), ("strength", strength), *(("importance", one) for one in given)):
             if not 0 <= value < float("inf"):
@@ -142,7 +145,7 @@ class Learner:
         """Return a branch that forks where a forward pass begins, where the method has work for it."""
         if self._fused is None or not self._fused.branches_off or self.method.interpretation != "brn":
             return None
-        branch = Branch(self._bound.values(), device_of(self.model))
+        branch = Branch(self._fused.gather, device_of(self.model))
         # A function, which a copy of the model shares; of a method it would copy the object, stream and all.
         self._handles.append(self.model.register_forward_pre_hook(lambda module, inputs: branch.begin(module)))
         return branch
@@ -168,24 +171,25 @@ class Learner:
                     hook = self._reader(bound)
                     self._handles.append(bound.norm.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _reader(self, bound: BoundUnit) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], None]:
-        """Return a hook that reads the statistics of a mini-batch before the BN takes it in."""
+    def _reader(self, bound: BoundUnit) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], Any]:
+        """Return a hook that reads the statistics of a mini-batch as the BN takes it in."""
         interpretation, name = self.method.interpretation, bound.unit.name
+        tap = Tap(bound, interpretation, self._branch)
 
-        def read(module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
+        def read(module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> Any:
             if not module.training:
-                return
+                return None
             input = norm_input(inputs, keywords)
             if torch.compiler.is_compiling():
                 self._readings[name] = bound.read(input, interpretation)
-                return
-            population = None if self._branch is None else self._branch.population(name)
-            reading = bound.observe(input, interpretation, population)
+                return None
+            input, reading = tap(input)
             # A checkpointed segment runs again inside the backward pass; its first run is the one that counts.
             if not _in_backward():
                 self._readings[name] = reading
             elif name in self._blind and reading.mean.requires_grad:
                 raise _without_gradient(name)
+            return ((input, *inputs[1:]), keywords) if inputs else (inputs, {**keywords, "input": input})
 
         return read
 
@@ -249,14 +253,19 @@ class Learner:
         """
         if self._fused is None:
             return torch.zeros((), device=device_of(self.model))
+        readings, branch = self._taken_readings()
+        if not torch.compiler.is_compiling():
+            return self._fused(readings, branch)
+        # A compiler fuses by itself, if it sees the single operations.
+        return self._penalty({name: bound.merged_weight(readings.get(name)) for name, bound in self._bound.items()})
+
+    def _taken_readings(self) -> tuple[dict[str, Reading], Branch | None]:
+        """Return the readings since the last call, and the branch if it covers them."""
         self._check_differentiable()
         readings = dict(self._readings)
         self._readings.clear()
-        if not torch.compiler.is_compiling():
-            covered = self._branch is not None and self._branch.covers(readings)
-            return self._fused(readings, self._branch if covered else None)
-        # A compiler fuses by itself, if it sees the single operations.
-        return self._penalty({name: bound.merged_weight(readings.get(name)) for name, bound in self._bound.items()})
+        covered = self._branch is not None and self._branch.covers(readings)
+        return readings, self._branch if covered else None
 
     def _check_differentiable(self) -> None:
         """Refuse statistics that were read without gradient, as in the first run of a re-entrant checkpoint."""
@@ -276,20 +285,62 @@ class Learner:
         Raises XkfacError before `begin`, without a forward pass since the last call, or where a forward pass read a
         BN's statistics with gradients disabled.
         """
+        self._check_step()
+        penalty = self.penalty()
+        self.last_penalty = penalty.detach()
+        source, target = self._factors()
+        if self.balance is None:
+            return torch.add(target * loss, penalty, alpha=source)
+        objective: Tensor = penalty * source + loss * target
+        self._rebalance(loss)
+        return objective
+
+    def backward(self, loss: Tensor) -> None:
+        """Do what `objective(loss).backward()` does, in fewer operations, for steps that wait for launches on a GPU.
+
+        The penalty's gradient is added to `.grad` of all parameters at once, after the backward pass of the loss. Hooks
+        on the gradients of parameters do not see it; use `objective` where there are such hooks, or a gradient scaler.
+        """
+        if self._fused is None or self._wrapped is not self.model or torch.compiler.is_compiling():
+            self.objective(loss).backward()  # type: ignore[no-untyped-call]
+            return
+        self._check_step()
+        source, target = self._factors()
+        readings, branch = self._taken_readings()
+        penalty, found = self._fused.value_and_gradients(readings, source, branch)
+        own = [pair for pair in found if pair[0].is_leaf]
+        made = [pair for pair in found if not pair[0].is_leaf]
+        waiting = {id(one) for reading in readings.values() for one in (reading.mean, reading.var)}
+        if branch is not None and any(id(tensor) not in waiting for tensor, _ in made):
+            branch.join([penalty, *(gradient for _, gradient in found)])
+        start = target.to(loss.dtype) if isinstance(target, Tensor) else loss.new_full((), target)
+        torch.autograd.backward([loss, *(a for a, _ in made)], [start, *(b for _, b in made)])
+        if branch is not None:
+            branch.join([penalty, *(gradient for _, gradient in own)])
+        accumulate(own)
+        self.last_penalty = penalty
+        if self.balance is not None:
+            self._rebalance(loss)
+
+    def _factors(self) -> tuple[Any, Any]:
+        """Return what L_s and L_t are multiplied by: numbers, or tensors where they are balanced."""
+        source, target = self.importance
+        source *= self.strength
+        if self.balance is None:
+            return source, target
+        # New tensors are what the backward pass keeps: the update changes the alphas in place before it runs.
+        return source / self.balance.alpha_s, target / self.balance.alpha_t
+
+    def _rebalance(self, loss: Tensor) -> None:
+        source, target = self.importance
+        assert self.balance is not None
+        self.balance.update(self.last_penalty, loss.detach(), (source * self.strength, target))
+
+    def _check_step(self) -> None:
         self._check_open()
         if not self._begun:
             raise XkfacError("call begin(target_loader) before the first objective(loss)")
         self._check_readings()
-        penalty = self.penalty()
-        self.last_penalty = penalty.detach()
-        source, target = self.importance
-        source *= self.strength
-        if self.balance is None:
-            return torch.add(target * loss, penalty, alpha=source)
-        # New tensors are what the backward pass keeps: the update changes the alphas in place before it runs.
-        objective = penalty * (source / self.balance.alpha_s) + loss * (target / self.balance.alpha_t)
-        self.balance.update(penalty.detach(), loss.detach(), (source, target))
-        return objective
 
     def _check_readings(self) -> None:
         if self.method.interpretation == "eval" or self.method.fixed_bn or self._readings:

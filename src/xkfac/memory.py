@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from xkfac import storage
 from xkfac.batches import Forward
+from xkfac.calibration import Calibration
 from xkfac.curvature import Curvature, Settings
 from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, XkfacError
 from xkfac.estimation import Estimate, estimate
@@ -35,7 +36,8 @@ class Memory:
     anchor: the merged weights W~* under population statistics, [groups, rows, columns] by unit. curvature: the Fisher
     information at the anchor, averaged over tasks. tasks: how many tasks T it stands for. coverage: the units and a row
     for every parameter. method, likelihood, exclude: how it was made, and how `extend` goes on. examples: how many
-    examples the curvature rests on.
+    examples the curvature rests on. calibration: what `calibrate` measured, None without it; it goes on to the memory
+    of further tasks as it is.
     """
 
     anchor: Mapping[str, Tensor]
@@ -46,12 +48,14 @@ class Memory:
     likelihood: Likelihood
     exclude: tuple[str, ...] = ()
     examples: int = 0
+    calibration: Calibration | None = None
 
     def __repr__(self) -> str:
         tasks = "1 task" if self.tasks == 1 else f"{self.tasks} tasks"
         numbers = sum(tensor.numel() for _, tensor in self.curvature.tensors())
         head = f"memory of {tasks}, method {self.method.name}, {self.examples:,} examples"
-        return f"{head}, curvature of {numbers:,} numbers"
+        scale = "" if self.calibration is None else f", penalty to be scaled by {self.calibration.scale:.3g}"
+        return f"{head}, curvature of {numbers:,} numbers{scale}"
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -140,6 +144,7 @@ class Memory:
             "units": [asdict(unit) for unit in self.units],
             "rows": [asdict(row) for row in self.coverage.rows],
             "blocks": {name: names[type(block)] for name, block in self.curvature.blocks.items()},
+            "calibration": self.calibration and asdict(self.calibration),
             "joint": joint and {"units": self.curvature.joint_units, "rows": joint.rows, "columns": joint.columns},
         }
 
@@ -217,6 +222,7 @@ def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> M
     method = dict(description["method"])
     settings = Settings(**method.pop("settings"))
     likelihood = description["likelihood"]
+    calibration = description.get("calibration")  # files from before there were calibrations have none
     return Memory(
         anchor=anchor,
         curvature=curvature,
@@ -226,6 +232,7 @@ def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> M
         likelihood=_likelihood(likelihood["name"], likelihood["arguments"]),
         exclude=tuple(description["exclude"]),
         examples=description["examples"],
+        calibration=calibration and Calibration.read(calibration),
     )
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from xkfac.experiments.recipe import parse_recipe
+from xkfac.experiments.parsing import parse_recipe
 from xkfac.experiments.results import JobResult, LineResults, RunResults
 
 PROVENANCE = {

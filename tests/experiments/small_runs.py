@@ -13,9 +13,10 @@ from unittest import mock
 import torch
 
 from xkfac import storage
+from xkfac.experiments.courses import Permuted
 from xkfac.experiments.data import load
 from xkfac.experiments.folder import CHECKPOINT, RunFolder
-from xkfac.experiments.recipe import parse_recipe
+from xkfac.experiments.parsing import parse_recipe
 from xkfac.experiments.sequence import Sequence
 
 TEXT = """
@@ -46,6 +47,11 @@ norm = "brn"
 [lines.joint]
 method = "joint"
 at = [1, 3]
+[lines.single]
+method = "single"
+[lines.balanced]
+balance = true
+balance_every = 2
 [lines.average]
 early_stopping = false
 average = 2
@@ -75,7 +81,9 @@ def parts():
 
 def sequence(folder, line, *, seed=0, data=None, seconds=0.0):
     """Return a job in a folder that writes a checkpoint whenever it can."""
-    return Sequence(line, seed, data or parts(), folder, checkpoint_seconds=seconds)
+    course = Permuted(line, seed, data or parts())
+    floors = dict.fromkeys(course.tasks, 0.1)
+    return Sequence(line, seed, course, folder, checkpoint_seconds=seconds, floors=floors)
 
 
 def make(path, made=None):

@@ -19,7 +19,7 @@ from xkfac import cli
 from xkfac.experiments import report
 from xkfac.experiments.folder import RunFolder
 
-COMMANDS = ["demo", "run", "resume", "status", "report", "compare", "inspect", "recipe"]
+COMMANDS = ["demo", "run", "tune", "resume", "status", "report", "compare", "inspect", "recipe"]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 
 from tests.experiments import small_runs as small
 from xkfac import storage
+from xkfac.experiments.courses import Permuted
 from xkfac.experiments.folder import JobFolder, NotWritten, RunError, RunFolder, find_runs, write_text
 from xkfac.experiments.sequence import Sequence
 
@@ -39,7 +40,7 @@ def stopped(job, line, stage, epoch):
             super()._epoch(*arguments)
 
     with pytest.raises(Stop):
-        Stopping(line, job.seed, small.parts(), job, checkpoint_seconds=0).run()
+        Stopping(line, job.seed, Permuted(line, job.seed, small.parts()), job, checkpoint_seconds=0).run()
     return job
 
 

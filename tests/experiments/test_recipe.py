@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xkfac import METHODS
-from xkfac.experiments.recipe import JOINT, Data, Figure, Line, Recipe, RecipeError, load_recipe, named_recipes
-from xkfac.experiments.recipe import parse_recipe as parse
+from xkfac.experiments.parsing import load_recipe, named_recipes
+from xkfac.experiments.parsing import parse_recipe as parse
+from xkfac.experiments.recipe import JOINT, Data, Figure, Line, Recipe, RecipeError
 
 ONE = "[lines.one]\n"
 
@@ -37,7 +38,7 @@ def test_every_default_is_that_of_the_class_and_the_label_is_the_name():
 @pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Line)])
 def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
     wrong = '"text"' if key in ("curvature", "widths", "at") else "[{ a = 1 }]"
-    method = f'method = "{JOINT}"\n' if key == "at" else ""
+    method = {"at": f'method = "{JOINT}"\n', "balance_every": "balance = true\n"}.get(key, "")
     refused(f"{ONE}{method}{key} = {wrong}", "lines.one", key, "must be")
     refused(f"{ONE}[defaults]\n{key} = {wrong}", "defaults", key, "must be")
 

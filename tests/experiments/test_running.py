@@ -17,8 +17,9 @@ from xkfac.experiments.data import DataError
 from xkfac.experiments.folder import NotWritten, RunFolder
 from xkfac.experiments.progress import Standing
 from xkfac.experiments.provenance import provenance
+from xkfac.experiments.materials import load_materials
 from xkfac.experiments.recipe import RecipeError
-from xkfac.experiments.running import _Worker
+from xkfac.experiments.running import Worker
 
 NAMES = ["xkfac", "brn", "joint", "average", "wild"]
 WILD = 'lines.wild={ method = "fine-tuning", norm = "none", lr = 1e38 }'
@@ -140,7 +141,7 @@ def test_a_run_on_a_disk_that_can_only_be_read_is_shown_and_not_gone_on_with(tmp
 def test_an_interrupt_does_not_reach_a_process_that_is_just_starting(tmp_path, capfd):
     run = small.make(tmp_path / "run")
     with run.locked() as lock:
-        worker = _Worker.start(lock, 1)
+        worker = Worker.start(lock, 1)
         time.sleep(0.3)
         worker.process.send_signal(signal.SIGINT)
         worker.process.stdin.close()
@@ -149,9 +150,11 @@ def test_an_interrupt_does_not_reach_a_process_that_is_just_starting(tmp_path, c
     assert capfd.readouterr() == ("", "")
 
 
-def test_accuracies_are_measured_on_the_part_that_the_recipe_says(tmp_path):
-    test = worker_module.load_parts(small.make(tmp_path / "a"))
-    validation = worker_module.load_parts(small.make(tmp_path / "b", small.recipe("data.measure=validation")))
+def test_accuracies_are_measured_on_the_part_that_the_recipe_says():
+    test, validation = (
+        load_materials(recipe, None, torch.device("cpu")).parts
+        for recipe in (small.recipe(), small.recipe("data.measure=validation"))
+    )
     assert torch.equal(test.test.x, small.parts().test.x)
     assert torch.equal(validation.test.x, small.parts().validation.x)
     assert torch.equal(validation.train.x, test.train.x)
@@ -159,12 +162,12 @@ def test_accuracies_are_measured_on_the_part_that_the_recipe_says(tmp_path):
 
 def test_how_often_states_are_written_comes_from_the_environment(monkeypatch):
     monkeypatch.delenv("XKFAC_CHECKPOINT_SECONDS", raising=False)
-    assert worker_module._checkpoint_seconds() == worker_module.CHECKPOINT_SECONDS
+    assert worker_module.checkpoint_seconds() == worker_module.CHECKPOINT_SECONDS
     monkeypatch.setenv("XKFAC_CHECKPOINT_SECONDS", "0.5")
-    assert worker_module._checkpoint_seconds() == 0.5
+    assert worker_module.checkpoint_seconds() == 0.5
     monkeypatch.setenv("XKFAC_CHECKPOINT_SECONDS", "often")
     with pytest.raises(xkfac.XkfacError, match="XKFAC_CHECKPOINT_SECONDS is 'often'"):
-        worker_module._checkpoint_seconds()
+        worker_module.checkpoint_seconds()
 
 
 def test_the_demo_is_ready_to_run():

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from tests.experiments import small_runs as small
-from xkfac.experiments import sequence as module
+from xkfac.experiments import courses as module
 from xkfac.experiments.data import Part, Parts, permutation
 from xkfac.experiments.networks import perceptron
 from xkfac.experiments.recipe import Line
@@ -105,7 +105,7 @@ def test_a_folder_has_events_line_by_line_and_tensors_without_pickle(unbroken):
         assert kinds == ["start", *one * stages, "end"]
         checkpoints = list(job.path.glob("checkpoint-*.safetensors"))
         assert len(checkpoints) == 2
-        remembers = line.method not in ("joint", "fine-tuning")
+        remembers = line.method not in ("joint", "single", "fine-tuning")
         assert sorted(p.name for p in job.path.glob("memory-*")) == [
             f"memory-{n}.safetensors" for n in (1, 2) if remembers
         ]

@@ -70,6 +70,37 @@ def test_a_turned_layer_takes_the_same_steps(part, norm, tasks):
     assert moved > 0.01
 
 
+def test_a_row_of_steps_as_a_graph_has_them_is_the_epoch(part):
+    """A graph takes its batches from the epoch's order by a counter that stays on the device."""
+    results = []
+    for rows in (0, 2):
+        model, memory = trained(part)
+        turn = Turn.of(model, memory)
+        optimizer = make_optimizer(model, 0.9)
+        order = torch.randperm(48, generator=torch.Generator().manual_seed(0)).view(4, 12)
+        with Learner(model, turn.memory, damping=1e-2) as learner:
+            learner.load_state_dict({"begun": True, "balance": None})
+            stepper = Stepper(model, turn.pool(pool(part, [torch.arange(WIDE)])), optimizer, learner)
+            with turn.turned(optimizer):
+                storages = [parameter.data_ptr() for parameter in model.parameters()]
+                for group in optimizer.param_groups:
+                    group["lr"].fill_(0.125)
+                model.train()
+                stepper._order, stepper._steps = order, rows
+                if rows:
+                    for _ in range(2):
+                        stepper._next(rows)
+                else:
+                    for index in order:
+                        stepper._step(index)
+            # What a graph has captured must stay where it was, in the turn and out of it.
+            assert [parameter.data_ptr() for parameter in model.parameters()] == storages
+        results.append([*model.state_dict().values(), stepper._totals])
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+    assert (results[0][-1] > 0).all()
+
+
 def test_the_turned_curvature_is_the_same_operator(part):
     model, memory = trained(part, tasks=2)
     turn = Turn.of(model, memory)

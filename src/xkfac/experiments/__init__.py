@@ -1,7 +1,8 @@
 """Experiments: recipes, runs that can be interrupted, results, figures and reports."""
 
 from xkfac.experiments.folder import RunError
-from xkfac.experiments.recipe import Data, Figure, Line, Recipe, load_recipe, named_recipes
+from xkfac.experiments.parsing import load_recipe, named_recipes
+from xkfac.experiments.recipe import Data, Figure, Images, Line, Recipe, Task
 from xkfac.experiments.results import JobResult, LineResults, RunResults, Spread
 from xkfac.experiments.running import JobsFailed, results, resume, start
 from xkfac.experiments.toml import RecipeError
@@ -9,6 +10,7 @@ from xkfac.experiments.toml import RecipeError
 __all__ = [
     "Data",
     "Figure",
+    "Images",
     "JobResult",
     "JobsFailed",
     "Line",
@@ -18,6 +20,7 @@ __all__ = [
     "RunError",
     "RunResults",
     "Spread",
+    "Task",
     "load_recipe",
     "named_recipes",
     "results",

@@ -129,17 +129,17 @@ def permutation(features: int, seed: int, task: int) -> Tensor:
     return torch.randperm(features, generator=stream("permutation", seed, task), device="cpu")
 
 
-def batches(part: Part, size: int, *, seed: int, task: int, epoch: int) -> Tensor:
-    """Return the order of one epoch, [steps, size] int64 on the CPU: full batches of shuffled examples of `part`.
+def batches(count: int, size: int, *, seed: int, task: int, epoch: int) -> Tensor:
+    """Return the order of one epoch, [steps, size] int64 on the CPU: full batches of `count` shuffled examples.
 
-    Fixed by (seed, task, epoch) and the number of examples; the len(part) % size examples left over vary by epoch.
+    Fixed by (seed, task, epoch) and the number of examples; the count % size examples left over vary by epoch.
     Raises DataError when there is no full batch.
     """
     _check_count("the batch size", size, 1)
-    if size > len(part):
-        raise DataError(f"the batch size is {size}, but there are {len(part)} examples; choose a smaller one")
-    order = torch.randperm(len(part), generator=stream("batches", seed, task, epoch), device="cpu")
-    return order[: len(part) // size * size].view(-1, size)
+    if size > count:
+        raise DataError(f"the batch size is {size}, but there are {count} examples; choose a smaller one")
+    order = torch.randperm(count, generator=stream("batches", seed, task, epoch), device="cpu")
+    return order[: count // size * size].view(-1, size)
 
 
 def load(

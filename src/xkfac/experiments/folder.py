@@ -28,7 +28,8 @@ from torch import Tensor
 from xkfac import storage
 from xkfac.errors import MemoryFileError, XkfacError
 from xkfac.experiments.files import flush, replace_file
-from xkfac.experiments.recipe import Recipe, parse_recipe
+from xkfac.experiments.parsing import parse_recipe
+from xkfac.experiments.recipe import SINGLE, Recipe
 from xkfac.experiments.results import JobResult, LineResults, RunResults
 
 CHECKPOINT = "xkfac-checkpoint"
@@ -177,6 +178,7 @@ class JobFolder:
             accuracy=accuracy,
             before=[event["before"] for event in tasks if event.get("before") is not None],
             untrained=starts[0]["untrained"] if starts else [],
+            tasks=starts[0].get("tasks", []) if starts else [],
             epochs=[{k: v for k, v in event.items() if k != "event"} for event in events if event["event"] == "epoch"],
             kept=[event["kept"] for event in tasks],
             seconds=[event["seconds"] for event in tasks],
@@ -240,6 +242,16 @@ class RunFolder:
         """Return the folders of all jobs, repeat by repeat, so that every line has a first result early."""
         return [self.job(line, seed) for seed in self.recipe.seeds for line in self.recipe.lines]
 
+    def floors(self, seed: int) -> dict[str, float]:
+        """Return C_t by task: the training loss at the end of a network of its own, of the repeat with this seed."""
+        found: dict[str, float] = {}
+        for name, line in self.recipe.lines.items():
+            if line.method == SINGLE:
+                result = self.job(name, seed).result()
+                last = {epoch["task"]: epoch["loss"] for epoch in result.epochs}
+                found |= {result.tasks[task]: loss for task, loss in last.items() if loss is not None}
+        return found
+
     def results(self) -> RunResults:
         """Return what the run has measured so far."""
         lines = {
@@ -254,8 +266,10 @@ class RunFolder:
         write_text(self.path / "results.json", json.dumps({**self.facts, "jobs": jobs}) + "\n")
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[int]:
+    def locked(self, *, shared: bool = False) -> Iterator[int]:
         """Hold the run for this process and those that inherit the file descriptor that is yielded.
+
+        shared: others that hold it shared may hold it too, as those do that tune one run together.
 
         Raises RunError when another process holds it. A lock ends with the processes that hold it, however they end.
         """
@@ -265,7 +279,7 @@ class RunFolder:
         except OSError as error:
             raise not_written(path, error) from None
         try:
-            if not _flock(handle, fcntl.LOCK_EX):
+            if not _flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
                 owner = os.pread(handle, 100, 0).decode(errors="replace").strip() or "another process"
                 raise RunError(f"the run '{self.path}' is in use by {owner}; wait until it ends, or stop it first")
             # Who holds it is a courtesy: a full disk must not keep a run from ending.
@@ -279,11 +293,11 @@ class RunFolder:
     def in_use(self) -> bool:
         """Whether a process holds the run; nothing is changed by asking."""
         try:
-            handle = os.open(self.path / "lock", os.O_RDONLY)
+            handle = os.open(self.path / "lock", os.O_RDWR)
         except OSError:
             return False
         try:
-            return not _flock(handle, fcntl.LOCK_SH)
+            return not _flock(handle, fcntl.LOCK_EX)
         finally:
             os.close(handle)
 

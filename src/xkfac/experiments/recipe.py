@@ -10,43 +10,33 @@
     [lines.fine-tuning]
     method = "fine-tuning"
 
-Every key is explained at the field of its class: `Recipe`, `Data`, `Line`, `Figure`.
+Every key is explained at the field of its class: `Recipe`, `Data`, `Images`, `Task`, `Line`, `Figure`.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import re
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib import resources
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
-from xkfac.curvature import Settings
-from xkfac.errors import XkfacError
-from xkfac.experiments.toml import (
-    RecipeError,
-    as_table,
-    build,
-    check_keys,
-    nearest,
-    read_value,
-    typed,
-    write_key,
-    write_value,
-)
+from xkfac.experiments.toml import RecipeError, nearest, write_key, write_value
 from xkfac.methods import METHODS, Method, get_method
 
 DataSet = Literal["mnist", "digits"]
 Norm = Literal["bn", "brn", "none"]
+Resize = Literal["squash", "crop"]
 JOINT = "joint"
+SINGLE = "single"
+UNPROTECTED = (JOINT, SINGLE)
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _READING = ("interpretation", "recentre")
-_PENALISED_ONLY = ("damping", "strength", *_READING, "curvature", "consolidate", "keep")
+_PENALISED_ONLY = (
+    *("damping", "strength", "calibrated", "balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
+    *_READING,
+)
+_PERCEPTRON_ONLY = ("norm", "widths", "at")
 
 
 @dataclass(frozen=True)
@@ -66,21 +56,64 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Task:
+    """A task of images: a tree `train/CLASS/IMAGE`, `test/CLASS/IMAGE`, as a folder or a zip in the data folder.
+
+    resize: `squash` an image into a square, or `crop` the square in its middle, with a border that evaluation leaves
+    out. scale: the range of the area of a random crop while training, [1, 1] for none. flip: mirror at random.
+    limit: at most so many training images, 0 for all.
+    """
+
+    tree: str
+    resize: Resize = "squash"
+    scale: tuple[float, ...] = (0.08, 1.0)
+    flip: bool = True
+    limit: int = 0
+
+
+@dataclass(frozen=True)
+class Images:
+    """The network and the data of an experiment with images; the first task is the source, which it knows already.
+
+    model: a torchvision model, or `timm:NAME`. stem: `small` leaves out the max-pool of a ResNet, for small images.
+    weights: a file with the source network, in the data folder, or `download` for the library's own weights.
+    pixels: the side of the network's input. validation: the share that is split off each training part.
+    orders: the targets in the orders they are learnt; repeat r takes order r modulo their number. Empty: as listed.
+    measure: the part that accuracies are measured on.
+    """
+
+    model: str = "resnet50"
+    stem: Literal["standard", "small"] = "standard"
+    weights: str = "download"
+    pixels: int = 224
+    validation: float = 0.1
+    orders: tuple[tuple[str, ...], ...] = ()
+    measure: Literal["test", "validation"] = "test"
+
+
+@dataclass(frozen=True)
 class Line:
     """One curve of a figure: a network, how it is trained, and what protects it.
 
     label, note: what figures and tables call it, and what it is. tasks: how many are learnt, one after the other.
     norm: `bn`, `brn` or `none` before each ReLU. widths: units of the hidden layers.
-    epochs, batch, lr, momentum: SGD; the learning rate is divided by `lr_factor` every `lr_every` epochs.
+    epochs, batch, lr, momentum: SGD; the learning rate is divided by `lr_factor` every `lr_every` epochs, or falls to
+    `lr_end` along a half cosine where that is given. clip: the most that the norm of a step's gradient may be, 0 for
+    no limit; strong penalties need it. label_smoothing: that of the loss.
     target_lr: the learning rate from the second task on, where it is another; at 0 BN's statistics alone move.
     early_stopping: keep the epoch that is best on the validation split of the current target.
     average: the epochs at the end whose weights are averaged, 0 for the last weights alone.
-    method: one of `xkfac.METHODS`, or `joint`, which trains on all tasks at once, for each number of tasks in `at`.
+    method: one of `xkfac.METHODS`; or `joint`, which trains on all tasks at once, for each number of tasks in `at`; or
+    `single`, which trains a network of its own for each task.
     interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
-    damping, strength: those of `xkfac.Learner`.
+    damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
+    held-out examples of the first task found.
+    balance: adaptive alpha_s and alpha_t, updated every `balance_every` steps; C_t is the training loss at the end of
+    the line whose method is `single`.
     curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}.
-    consolidate: the part of a task that its curvature is estimated on, `train` or `validation`.
-    keep: `average` the factors over tasks, or keep `all` terms.
+    consolidate: the part of a task that its curvature is estimated on, `train` or `validation`; batches: at most so
+    many batches of it, 0 for all. keep: `average` the factors over tasks, or keep `all` terms.
+    grid: values of `lr` and `damping` that `xkfac tune` chooses from for each task, on its validation split.
     """
 
     label: str = ""
@@ -94,9 +127,12 @@ class Line:
     target_lr: float | None = None
     lr_every: int = 5
     lr_factor: float = 10.0
+    lr_end: float | None = None
     momentum: float = 0.9
+    clip: float = 0.0
     early_stopping: bool = True
     average: int = 0
+    label_smoothing: float = 0.0
     method: str = "xkfac"
     at: tuple[int, ...] = ()
     interpretation: str | None = None
@@ -104,9 +140,14 @@ class Line:
     fixed_bn: bool = False
     damping: float = 1e-4
     strength: float = 1.0
+    calibrated: bool = False
+    balance: bool = False
+    balance_every: int = 10
     curvature: Mapping[str, Any] = field(default_factory=dict)
     consolidate: Literal["train", "validation"] = "train"
+    batches: int = 0
     keep: Literal["average", "all"] = "average"
+    grid: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def penalised(self) -> bool:
@@ -116,14 +157,17 @@ class Line:
     def learning_rate(self, task: int, epoch: int) -> float:
         """Return the learning rate of an epoch of a task, both counted from 0."""
         first = self.lr if task == 0 or self.target_lr is None else self.target_lr
+        if self.lr_end is not None:
+            share = (1 + math.cos(math.pi * epoch / max(self.epochs - 1, 1))) / 2
+            return self.lr_end + (first - self.lr_end) * share
         try:
             return float(first / self.lr_factor ** (epoch // self.lr_every))
         except OverflowError:
             return 0.0
 
     def resolved_method(self) -> Method:
-        """Return the library's method of the line; joint training is fine-tuning on all tasks at once."""
-        if self.method == JOINT:
+        """Return the library's method of the line; one that protects nothing is fine-tuning to it."""
+        if self.method in UNPROTECTED:
             return METHODS["fine-tuning"]
         given: dict[str, Any] = {"interpretation": self.interpretation, "recentre": self.recentre}
         if self.fixed_bn:
@@ -148,8 +192,9 @@ class Figure:
 class Recipe:
     """An experiment: its data, its lines, how often each is repeated, and the figures that show them.
 
-    The repeats have the seeds seed, seed + 1, ...; a seed fixes permutations, initial weights, batches and label draws.
+    It has either `data`, whose permutations are the tasks of a perceptron, or `images` and their `tasks`. The repeats have the seeds seed, seed + 1, ...; a seed fixes permutations, initial weights, batches and label draws.
     threads: CPU threads of one job; part of the recipe because sums over more threads round differently.
+    precision: that of products on a GPU: `float32`, `tf32`, or `bfloat16` in the network with TF32 in the penalty.
     """
 
     name: str
@@ -161,11 +206,21 @@ class Recipe:
     seed: int = 0
     threads: int = 1
     figures: Mapping[str, Figure] = field(default_factory=dict)
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    images: Images | None = None
+    tasks: Mapping[str, Task] = field(default_factory=dict)
 
     @property
     def seeds(self) -> range:
         """The seeds of the repeats."""
         return range(self.seed, self.seed + self.repeats)
+
+    def order(self, seed: int) -> tuple[str, ...]:
+        """Return the names of the tasks of images in the order in which the repeat of a seed meets them."""
+        assert self.images is not None
+        source, *targets = self.tasks
+        orders = self.images.orders or (tuple(targets),)
+        return (source, *orders[(seed - self.seed) % len(orders)])
 
     def only(self, patterns: Sequence[str]) -> Recipe:
         """Return the recipe with those of its lines alone whose names match a pattern such as `kfac-*`."""
@@ -179,6 +234,10 @@ class Recipe:
                 )
             chosen |= hits
         lines = {name: line for name, line in self.lines.items() if name in chosen}
+        balanced = next((name for name, line in lines.items() if line.balance), None)
+        singles = [name for name, line in self.lines.items() if line.method == SINGLE]
+        if balanced is not None and not any(name in lines for name in singles):
+            raise RecipeError(f"line '{balanced}' balances its losses by those of '{singles[0]}'; name that line too")
         figures = {
             key: replace(figure, lines=tuple(name for name in figure.lines if name in lines))
             for key, figure in self.figures.items()
@@ -190,105 +249,19 @@ class Recipe:
         return "\n".join(_toml_lines(self)) + "\n"
 
 
-def named_recipes() -> dict[str, str]:
-    """Return the text of the recipes that come with the package, by name."""
-    folder = resources.files("xkfac.experiments").joinpath("recipes")
-    found = {Path(entry.name).stem: entry for entry in folder.iterdir() if entry.name.endswith(".toml")}
-    return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
-
-
-def load_recipe(source: str | Path, settings: Sequence[str] = ()) -> Recipe:
-    """Return a recipe by the name of one that comes with the package, or by the path of a TOML file.
-
-    `settings` are changes such as "data.train=1000", "defaults.epochs=2", "lines.xkfac.damping=0.01" or "repeats=2"; a
-    change of `defaults` overrides what the lines say themselves.
-
-    Raises RecipeError for a recipe that is not there, not TOML, or has unknown, wrong or contradictory keys.
-    """
-    named = named_recipes()
-    path = Path(source)
-    if str(source) in named:
-        text = named[str(source)]
-    elif path.is_file():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"'{source}' cannot be read as a recipe ({error})") from None
-    else:
-        raise RecipeError(
-            f"there is no recipe '{source}'{nearest(str(source), named)}; give the path of a TOML file or one of "
-            f"{', '.join(named)}"
-        )
-    return parse_recipe(text, str(source), settings)
-
-
-def parse_recipe(text: str, source: str = "recipe", settings: Sequence[str] = ()) -> Recipe:
-    """Return the recipe that a TOML text describes, with changes as in `load_recipe`."""
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"'{source}' is not valid TOML: {error}") from None
-    for setting in settings:
-        _apply(table, setting)
-    return _recipe(table, source)
-
-
-def _recipe(table: dict[str, Any], source: str) -> Recipe:
-    table = dict(table)
-    defaults = as_table(table.pop("defaults", {}), "defaults")
-    lines = as_table(table.pop("lines", {}), "lines")
-    figures = as_table(table.pop("figures", {}), "figures")
-    for key in figures:
-        _check_name(key, "figure")
-    data = as_table(table.pop("data", {}), "data")
-    if not lines:
-        raise RecipeError(f"'{source}' has no [lines.NAME] table, so there is nothing to run; add one for each curve")
-    build(Line, defaults, "defaults")
-    made = {name: _line(name, as_table(own, f"lines.{name}"), defaults) for name, own in lines.items()}
-    drawn = {key: build(Figure, as_table(own, f"figures.{key}"), f"figures.{key}") for key, own in figures.items()}
-    if not drawn:
-        drawn = {"accuracy": Figure("Average accuracy", lines=tuple(made))}
-    known = {f.name for f in fields(Recipe)} - {"lines", "figures", "data"}
-    check_keys(table, known | {"defaults", "lines", "figures", "data"}, source)
-    recipe: Recipe = build(
-        Recipe, {"name": Path(source).stem, **table}, source, lines=made, figures=drawn, data=build(Data, data, "data")
-    )
-    _check_recipe(recipe)
-    return recipe
-
-
-def _line(name: str, own: dict[str, Any], defaults: dict[str, Any]) -> Line:
-    where = f"lines.{name}"
-    _check_name(name, "line")
-    method = typed({**defaults, **own}.get("method", Line.method), str, f"{where}: method")
-    known = [*METHODS, JOINT]
-    if method not in known:
-        raise RecipeError(
-            f"{where}: method '{method}' is not known{nearest(method, known)}; it is one of {', '.join(known)}"
-        )
-    useless = _without_effect({**defaults, **own})
-    for key, why in useless.items():
-        if key in own:
-            raise RecipeError(f"{where}: '{key}' has no effect on {why}; leave it out")
-    line: Line = build(
-        Line, {"label": name, **{key: v for key, v in defaults.items() if key not in useless}, **own}, where
-    )
-    check_keys(line.curvature, {f.name for f in fields(Settings)}, f"{where}: curvature")
-    try:
-        line.resolved_method()
-    except XkfacError as error:
-        raise RecipeError(f"{where}: {error}") from None
-    _check_numbers(line, where)
-    return line
-
-
-def _without_effect(line: Mapping[str, Any]) -> dict[str, str]:
+def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, str]:
     """Return the keys that would do nothing on a line, each with what it is that they would not act on."""
     method = line.get("method", Line.method)
-    chosen = METHODS["fine-tuning" if method == JOINT else method]
+    chosen = METHODS["fine-tuning" if method in UNPROTECTED else method]
     useless = {} if method == JOINT else {"at": f"method '{method}', only on '{JOINT}'"}
-    if line.get("norm") == "none":
+    if images:
+        useless |= dict.fromkeys(_PERCEPTRON_ONLY, "a network for images, which [images] names")
+    elif line.get("norm") == "none":
         useless |= dict.fromkeys(("fixed_bn", *_READING), "a network without BN")
+    if line.get("lr_end") is not None:
+        useless |= dict.fromkeys(("lr_every", "lr_factor"), "a learning rate that falls to lr_end")
+    if not line.get("balance", False):
+        useless["balance_every"] = "a line whose losses are not balanced"
     if not chosen.units:
         useless |= dict.fromkeys(_READING, f"method '{method}', which penalises every parameter by itself")
     if line.get("fixed_bn") is True:
@@ -297,110 +270,28 @@ def _without_effect(line: Mapping[str, Any]) -> dict[str, str]:
         useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which keeps BN as it is")
     if not chosen.penalised:
         useless |= dict.fromkeys(_PENALISED_ONLY, f"method '{method}', which has no penalty")
-    if method == JOINT:
-        useless |= dict.fromkeys(("fixed_bn", "target_lr"), f"method '{JOINT}', which has no second task")
+    if method in UNPROTECTED:
+        useless |= dict.fromkeys(("fixed_bn", "target_lr"), f"method '{method}', which has no second task")
     return useless
 
 
-def _check_name(name: str, what: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise RecipeError(
-            f"the {what} name '{name}' must be made of lower-case letters, digits, '-', '_' and '.' alone"
-        )
-
-
-def _check_numbers(line: Line, where: str) -> None:
-    for key, least in (("tasks", 1), ("epochs", 1), ("batch", 2), ("lr_every", 1), ("average", 0)):
-        if getattr(line, key) < least:
-            raise RecipeError(f"{where}: {key} must be at least {least}, not {getattr(line, key)}")
-    for key in ("lr", "target_lr", "damping", "strength", "momentum"):
-        if getattr(line, key) is not None and not 0 <= getattr(line, key) < float("inf"):
-            raise RecipeError(f"{where}: {key} must be a number of at least 0, not {getattr(line, key)}")
-    if not 1 <= line.lr_factor < float("inf"):
-        raise RecipeError(f"{where}: lr_factor must be a number of at least 1, not {line.lr_factor}")
-    if any(width < 1 for width in line.widths):
-        raise RecipeError(f"{where}: widths must be at least 1, not {list(line.widths)}")
-    if any(not 1 <= count <= line.tasks for count in line.at) or any(a >= b for a, b in pairwise(line.at)):
-        raise RecipeError(f"{where}: 'at' must be growing numbers of tasks from 1 to {line.tasks}, not {list(line.at)}")
-    if line.average > line.epochs:
-        raise RecipeError(f"{where}: average={line.average} is more than the {line.epochs} epochs there are")
-    if line.average and line.early_stopping:
-        raise RecipeError(
-            f"{where}: early_stopping keeps the weights of one epoch and average={line.average} those of several; "
-            "choose one"
-        )
-
-
-def _check_recipe(recipe: Recipe) -> None:
-    _check_name(recipe.name, "recipe")
-    for key, least in (("repeats", 1), ("seed", 0), ("threads", 1)):
-        if getattr(recipe, key) < least:
-            raise RecipeError(f"{key} must be at least {least}, not {getattr(recipe, key)}")
-    for key in ("validation", "train"):
-        if getattr(recipe.data, key) < 0:
-            raise RecipeError(f"data.{key} must be at least 0, not {getattr(recipe.data, key)}")
-    if recipe.data.measure == "validation" and recipe.data.validation == 0:
-        raise RecipeError("data.measure is 'validation' and data.validation is 0; set it to some thousands")
-    for name, line in recipe.lines.items():
-        needs = "early_stopping" if line.early_stopping else "consolidate" if line.consolidate == "validation" else None
-        if needs and recipe.data.validation == 0:
-            raise RecipeError(
-                f"lines.{name}: {needs} needs a validation split and data.validation is 0; set it to some thousands"
-            )
-    for key, figure in recipe.figures.items():
-        for name in figure.lines:
-            if name not in recipe.lines:
-                raise RecipeError(f"figures.{key}: there is no line '{name}'{nearest(name, recipe.lines)}")
-
-
-def _apply(table: dict[str, Any], setting: str) -> None:
-    """Change a key of a recipe's table by a setting such as "defaults.epochs=2"."""
-    path, equals, text = setting.partition("=")
-    lines = as_table(table.get("lines", {}), "lines")
-    keys = _path(path, lines)
-    if not equals or not all(keys):
-        raise RecipeError(f"the setting '{setting}' must have the form key=value, such as defaults.epochs=2")
-    value = read_value(text.strip())
-    if keys[0] == "lines" and len(keys) > 2 and keys[1] not in lines:
-        raise RecipeError(f"the setting '{setting}' names no line{nearest(keys[1], lines)}")
-    _put(table, keys, value)
-    if keys[0] == "defaults" and len(keys) > 1:
-        for line in lines.values():
-            if isinstance(line, dict) and keys[1] in line:
-                _put(line, keys[1:], value)
-
-
-def _path(text: str, lines: Iterable[str]) -> list[str]:
-    """Return the keys of a path such as "lines.kfac-0.1.lr"; the name of a line may have dots itself."""
-    first, _, rest = text.strip().partition(".")
-    name = max((name for name in lines if rest.startswith(f"{name}.")), key=len, default="")
-    if first == "lines" and name:
-        return [first, name, *(key.strip() for key in rest[len(name) + 1 :].split("."))]
-    return [key.strip() for key in text.split(".")]
-
-
-def _put(table: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    for key in keys[:-1]:
-        table = as_table(table.setdefault(key, {}), key)
-    table[keys[-1]] = value
-
-
 def _toml_lines(recipe: Recipe) -> Iterator[str]:
-    tables: dict[str, Any] = {"data": recipe.data}
+    tables: dict[str, Any] = {"data": recipe.data} if recipe.images is None else {"images": recipe.images}
+    tables |= {f"tasks.{write_key(name)}": task for name, task in recipe.tasks.items()}
     tables |= {f"lines.{write_key(name)}": line for name, line in recipe.lines.items()}
     tables |= {f"figures.{write_key(name)}": figure for name, figure in recipe.figures.items()}
-    yield from (f"{key} = {write_value(getattr(recipe, key))}" for key in _plain_fields(recipe))
+    yield from (f"{key} = {write_value(getattr(recipe, key))}" for key in _plain_fields(recipe, recipe))
     for name, table in tables.items():
         yield ""
         yield f"[{name}]"
-        yield from (f"{key} = {write_value(getattr(table, key))}" for key in _plain_fields(table))
+        yield from (f"{key} = {write_value(getattr(table, key))}" for key in _plain_fields(table, recipe))
 
 
-def _plain_fields(table: Any) -> Iterator[str]:
+def _plain_fields(table: Any, recipe: Recipe) -> Iterator[str]:
     for f in fields(table):
         value = getattr(table, f.name)
-        if value is None or (f.name in ("lines", "figures", "data") and not isinstance(value, tuple)):
+        if value is None or (table is recipe and f.name in ("lines", "figures", "data", "images", "tasks")):
             continue
-        if isinstance(table, Line) and f.name in _without_effect(vars(table)):
+        if isinstance(table, Line) and f.name in without_effect(vars(table), recipe.images is not None):
             continue
         yield f.name

@@ -17,7 +17,7 @@ Row = Sequence[float]
 class JobResult:
     """What one job measured: one line of a recipe with one seed. Accuracies are percentages on the test parts.
 
-    accuracy: after each task t the accuracies on tasks 0 to t; None where it was not measured, as for joint training.
+    tasks: the names of the tasks in their order. accuracy: after each task t the accuracies on tasks 0 to t; None where it was not measured, as for joint training.
     before: the accuracy on each task just before it was learnt. untrained: that of the initial network.
     epochs: for each epoch its task, epoch, lr, mean loss and penalty, validation accuracy. kept: the epoch of each task
     whose weights were kept. seconds: the time of each task. diverged: the task at which numbers ceased to be finite.
@@ -33,6 +33,7 @@ class JobResult:
     seconds: Row = ()
     diverged: int | None = None
     done: bool = False
+    tasks: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain values."""

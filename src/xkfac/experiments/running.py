@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
-from xkfac.experiments.data import load
+from xkfac.experiments.data import DataError
 from xkfac.experiments.folder import JobFolder, NotWritten, RunError, RunFolder
 from xkfac.experiments.provenance import provenance
-from xkfac.experiments.recipe import Recipe, load_recipe
+from xkfac.experiments.materials import load_materials
+from xkfac.experiments.parsing import load_recipe
+from xkfac.experiments.recipe import SINGLE, Recipe
 from xkfac.experiments.results import RunResults
 
 Show = Callable[["RunFolder", "list[JobFolder]"], None]
@@ -56,31 +58,60 @@ def start(
     made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
     if lines:
         made = made.only(lines)
-    place = _place(device)
+    place = place_of(device)
     where = data or os.environ.get("XKFAC_DATA")
-    # A fault in the data must show now, not in every job.
-    parts = load(
-        made.data.set, where, validation=made.data.validation, train=made.data.train or None, download=download
-    )
-    for name, line in made.lines.items():
-        if line.batch > len(parts.train):
-            raise RunError(
-                f"lines.{name}: batch is {line.batch}, but there are {len(parts.train)} training examples; choose a "
-                "smaller one"
-            )
-    facts = {
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "place": str(place),
-        "data": None if where is None else str(Path(where).resolve()),
-        **provenance(place, made.threads),
-    }
+    facts = checked(made, where, place, download=download, told=show is not None)
     run = RunFolder.create(Path(folder), made, facts)
     return _work(run, jobs, show)
+
+
+def checked(
+    recipe: Recipe, data: str | Path | None, place: torch.device, *, download: bool = False, told: bool = False
+) -> dict[str, Any]:
+    """Return the facts of a run that is about to start; a fault in data or weights shows now, not in every job.
+
+    told: say on standard error how far images are decoded, which is done once.
+    """
+    materials = load_materials(
+        recipe,
+        data,
+        torch.device("cpu"),
+        download=download,
+        workers=os.cpu_count() or 1,
+        progress=_decoding() if told else None,
+    )
+    for name, line in recipe.lines.items():
+        try:
+            materials.course(line, recipe.seed)
+        except DataError as error:
+            raise RunError(f"lines.{name}: {error}") from None
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "place": str(place),
+        "data": None if data is None else str(Path(data).resolve()),
+        "classes": dict(materials.classes),
+        **provenance(place, recipe.threads),
+    }
+
+
+def _decoding() -> Callable[[int, int], None]:
+    """Return a function that says now and then how many images are decoded."""
+    last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > 2 or done == total:
+            print(f"decoded {done:,} of {total:,} images", file=sys.stderr)
+            last = time.monotonic()
+
+    return tell
 
 
 def resume(folder: str | Path, *, jobs: int | None = None, show: Show | None = None) -> RunResults:
     """Go on with a run that was interrupted and return its results; the numbers are those of an unbroken run."""
     run = RunFolder.open(Path(folder))
+    if "tuning" in run.facts:
+        raise RunError(f"'{folder}' is a tuning; go on with it by 'xkfac resume', or by xkfac.experiments.tuning.go_on")
     place = torch.device(run.facts["place"])
     if place.type == "cuda" and not torch.cuda.is_available():
         raise RunError(f"the run '{folder}' was started on a GPU and there is none here; start it anew on the CPU")
@@ -92,7 +123,8 @@ def results(folder: str | Path) -> RunResults:
     return RunFolder.open(Path(folder)).results()
 
 
-def _place(device: str) -> torch.device:
+def place_of(device: str) -> torch.device:
+    """Return the device of a run by its name, `cpu`, `cuda` or `auto`."""
     if device not in ("auto", "cpu", "cuda"):
         raise RunError(f"device is '{device}'; it must be auto, cpu or cuda")
     available = torch.cuda.is_available()
@@ -102,21 +134,21 @@ def _place(device: str) -> torch.device:
 
 
 @dataclass(eq=False)
-class _Worker:
+class Worker:
     """A process that runs jobs, and the job that it is on."""
 
     process: subprocess.Popen[str]
     job: JobFolder | None = None
 
     @classmethod
-    def start(cls, lock: int, threads: int) -> _Worker:
+    def start(cls, lock: int, threads: int, module: str = "xkfac.experiments.worker") -> Worker:
         """Start a process; it inherits the lock, so that the run is in use as long as any of them lives."""
         limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         # An interrupt is for this process alone: the other inherits the mask, so that none hits it while it starts.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "xkfac.experiments.worker"],
+                [sys.executable, "-P", "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -130,10 +162,14 @@ class _Worker:
 
     def give(self, run: RunFolder, job: JobFolder) -> None:
         """Hand out a job."""
-        assert self.process.stdin is not None
         self.job = job
+        self.send({"run": str(run.path), "line": job.line, "seed": job.seed})
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Say what is to be done."""
+        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is seen when its answer is awaited
-            self.process.stdin.write(json.dumps({"run": str(run.path), "line": job.line, "seed": job.seed}) + "\n")
+            self.process.stdin.write(json.dumps(message) + "\n")
 
     def answer(self) -> str | None:
         """Return the error of the job that has ended, None if there was none."""
@@ -168,7 +204,9 @@ def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
     with run.locked() as lock:
         waiting = [job for job in run.jobs() if not job.result().done]
         count = min(jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads), len(waiting))
-        failures = dict(_hand_out(run, waiting, count, lock, show))
+        failures: dict[JobFolder, str] = {}
+        for group in _in_turn(run, waiting):
+            failures |= _hand_out(run, group, min(count, len(group)), lock, show)
         try:
             run.collect()
         except NotWritten:
@@ -182,19 +220,28 @@ def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
     return run.results()
 
 
+def _in_turn(run: RunFolder, waiting: list[JobFolder]) -> list[list[JobFolder]]:
+    """Return jobs in groups of which each waits for the one before: losses are balanced by what single networks reach."""
+    lines = run.recipe.lines
+    if not any(lines[job.line].balance for job in waiting):
+        return [waiting]
+    first = [job for job in waiting if lines[job.line].method == SINGLE]
+    return [first, [job for job in waiting if job not in first]]
+
+
 def _hand_out(
     run: RunFolder, waiting: list[JobFolder], count: int, lock: int, show: Show | None
 ) -> Iterator[tuple[JobFolder, str]]:
     """Run jobs in `count` processes; yield those that failed, with the reason."""
     waiting = list(waiting)
-    workers: list[_Worker] = []
+    workers: list[Worker] = []
     with selectors.DefaultSelector() as ready, contextlib.ExitStack() as ending:
 
-        def employ(worker: _Worker | None) -> None:
+        def employ(worker: Worker | None) -> None:
             if not waiting:
                 return
             if worker is None or not worker.alive:
-                worker = _Worker.start(lock, run.recipe.threads)
+                worker = Worker.start(lock, run.recipe.threads)
                 ending.callback(worker.stop)
                 workers.append(worker)
                 ready.register(_stdout(worker), selectors.EVENT_READ, worker)
@@ -204,7 +251,7 @@ def _hand_out(
             employ(None)
         while any(worker.job for worker in workers):
             for key, _ in ready.select(timeout=0.5):
-                worker: _Worker = key.data
+                worker: Worker = key.data
                 job, error = worker.job, worker.answer()
                 worker.job = None
                 if not worker.alive:
@@ -216,5 +263,5 @@ def _hand_out(
                 show(run, [worker.job for worker in workers if worker.job is not None])
 
 
-def _stdout(worker: _Worker) -> Any:
+def _stdout(worker: Worker) -> Any:
     return worker.process.stdout

@@ -1,11 +1,15 @@
-"""One job: a line of a recipe with one seed, its tasks learnt one after the other, from where it was left off."""
+"""One job: a line of a recipe with one seed, its tasks learnt one after the other, from where it was left off.
+
+A job is made of stages. Each is a training from its first to its last epoch, after which the memory is extended and
+the network measured. A stage can also be learnt by itself, from a given state, as trials of settings do.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError
-from xkfac.experiments.data import Parts, batches, permutation, stream
+from xkfac.experiments.courses import Course
+from xkfac.experiments.data import batches, stream
 from xkfac.experiments.folder import JobFolder, RunError, not_written
-from xkfac.experiments.networks import perceptron
-from xkfac.experiments.recipe import JOINT, Line
-from xkfac.experiments.training import Pool, Stepper, accuracy, make_optimizer, pool
+from xkfac.experiments.recipe import JOINT, SINGLE, Line
+from xkfac.experiments.training import Batch, Examples, Pool, Stepper, make_optimizer
 from xkfac.experiments.turning import Turn
-from xkfac.learner import Learner
+from xkfac.calibrating import calibrate
+from xkfac.learner import Balance, Learner
 from xkfac.memory import Memory, consolidate
 
 CHECKPOINT_SECONDS = 10.0
@@ -27,20 +32,37 @@ CHECKPOINT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Stage:
-    """A training from its first to its last epoch: on the next task, or jointly on the first `count`, from scratch."""
+    """A training from its first to its last epoch, after which `count` tasks are known.
+
+    It is on the next task; or, for `joint`, on the first `count` together, from scratch; or, for `single`, on the next
+    task with a network of its own.
+    """
 
     count: int
-    joint: bool = False
+    kind: str = ""
+
+    @property
+    def task(self) -> int:
+        """The task that is new."""
+        return self.count - 1
 
     @property
     def tasks(self) -> range:
         """The tasks that are trained on."""
-        return range(self.count) if self.joint else range(self.count - 1, self.count)
+        return range(self.count) if self.kind == JOINT else range(self.task, self.count)
+
+    @property
+    def anew(self) -> bool:
+        """Whether it begins with the initial network."""
+        return self.kind in (JOINT, SINGLE)
 
 
 @dataclass
 class Progress:
-    """Where a job is: everything that a checkpoint holds beside tensors and memory."""
+    """Where a job is: everything that a checkpoint holds beside tensors and memory.
+
+    singles: for networks of their own, the accuracy of each so far.
+    """
 
     stage: int = 0
     epoch: int = 0
@@ -49,125 +71,211 @@ class Progress:
     before: float | None = None
     seconds: float = 0.0
     diverged: bool = False
+    singles: list[float] = field(default_factory=list)
 
     def next_stage(self) -> Progress:
         """Return the beginning of the next stage."""
-        return Progress(stage=self.stage + 1)
+        return Progress(stage=self.stage + 1, singles=self.singles)
+
+
+@dataclass
+class Batches:
+    """Batches of examples in an order [batches, N], made when they are asked for."""
+
+    examples: Examples
+    order: Tensor
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index in self.order.to(self.examples.device):
+            yield self.examples.take(index)
 
 
 @dataclass
 class Sequence:
-    """Learns the tasks of a line; the same numbers come out however often it is interrupted."""
+    """Learns the tasks of a line; the same numbers come out however often it is interrupted.
+
+    floors: C_t by task, for a line whose losses are balanced. autocast: the dtype that the network computes in.
+    """
 
     line: Line
     seed: int
-    parts: Parts
+    course: Course
     folder: JobFolder
     checkpoint_seconds: float = CHECKPOINT_SECONDS
+    floors: Mapping[str, float] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
     progress: Progress = field(default_factory=Progress)
     memory: Memory | None = None
 
     def __post_init__(self) -> None:
         line = self.line
         self.stages = (
-            [Stage(count, joint=True) for count in (line.at or (line.tasks,))]
+            [Stage(count, JOINT) for count in (line.at or (line.tasks,))]
             if line.method == JOINT
-            else [Stage(count) for count in range(1, line.tasks + 1)]
+            else [Stage(count, SINGLE if line.method == SINGLE else "") for count in range(1, line.tasks + 1)]
         )
         self.method = line.resolved_method()
-        features, self._classes = self.parts.train.x.shape[1], int(self.parts.train.y.max()) + 1
-        self._permutations = [permutation(features, self.seed, task) for task in range(line.tasks)]
         self._saved = time.monotonic()
         self._memory_file: str | None = None
+        self._lent = False
         self._best: dict[str, Tensor] = {}
         self._turn: Turn | None = None
-        self.model = self._fresh()
+        self._balance: Balance | None = None
+        self.model = self.course.network()
 
     @property
     def _device(self) -> torch.device:
-        return self.parts.train.x.device
+        return self.course.device
 
-    def _fresh(self) -> nn.Module:
-        features = self.parts.train.x.shape[1]
-        return perceptron(features, self._classes, self.line, self.seed).to(self._device)
+    def turn_to(
+        self, stage: int, weights: Mapping[str, Tensor] | None = None, memory: Memory | None = None
+    ) -> dict[str, Tensor]:
+        """Turn to a stage by itself, from a given state, or go on with it; return what `learn` carries on.
+
+        weights: of the network that enters it, by default the initial one. memory: is lent, so that checkpoints leave
+        it out.
+        """
+        self.progress, self._lent = Progress(stage=stage), True
+        if weights is not None:
+            self.model.load_state_dict(weights)
+        state = self.folder.restore()
+        carried = {} if state is None else self._load(*state)
+        self.memory = memory
+        self.course.enter(self.model, self.stages[stage].task)
+        return carried
 
     def run(self) -> None:
         """Run, or go on, to the end."""
         state = self.folder.restore()
-        momentum: dict[str, Tensor] = {}
+        carried: dict[str, Tensor] = {}
         if state is None:
-            untrained = [accuracy(self.model, self.parts.test, p) for p in self._permutations]
-            self.folder.note("start", line=self.folder.line, seed=self.seed, untrained=untrained)
+            known = range(0 if self.course.given else self.line.tasks)
+            untrained = [self.course.accuracy(self.model, task, "test") for task in known]
+            order = list(self.course.tasks[: self.line.tasks])
+            self.folder.note("start", line=self.folder.line, seed=self.seed, untrained=untrained, tasks=order)
         else:
-            momentum = self._load(*state)
+            carried = self._load(*state)
         while self.progress.stage < len(self.stages):
-            if not self._finite_stage(momentum):
-                self.folder.note("end", diverged=self.stages[self.progress.stage].count - 1)
+            if not self._finite_stage(carried):
+                self.folder.note("end", diverged=self.stages[self.progress.stage].task)
                 break
-            momentum = {}
+            carried = {}
         else:
             self.folder.note("end", diverged=None)
+            self.memory = None
         self._save({}, force=True)
 
-    def _finite_stage(self, momentum: dict[str, Tensor]) -> bool:
+    def _finite_stage(self, carried: dict[str, Tensor]) -> bool:
         try:
-            return self._stage(momentum)
+            return self._stage(carried)
         except NotFiniteError:  # weights can be finite still where statistics or curvature no longer are
             return False
 
-    def _stage(self, momentum: dict[str, Tensor]) -> bool:
-        """Train a stage to its end; return whether its numbers stayed finite."""
-        stage, line, progress = self.stages[self.progress.stage], self.line, self.progress
+    def _stage(self, carried: dict[str, Tensor]) -> bool:
+        """Go through a stage to its end; return whether its numbers stayed finite."""
+        stage, start = self.stages[self.progress.stage], time.monotonic() - self.progress.seconds
+        self.course.enter(self.model, stage.task)
+        if stage.count > self.course.given:
+            if self.progress.epoch == 0:
+                if stage.anew:
+                    self.model = self.course.network()
+                    self.course.enter(self.model, stage.task)
+                else:
+                    self.progress.before = self.course.accuracy(self.model, stage.task, "test")
+            if not self.learn(stage, carried):
+                return False
+        if not stage.anew:
+            self.remember(stage)
+        self._end_stage(stage, start)
+        return True
+
+    def learn(self, stage: Stage, carried: dict[str, Tensor]) -> bool:
+        """Train on the tasks of a stage and keep the weights that were chosen; return whether there were any.
+
+        carried: the momentum, and the balance, of a training that goes on. Early stopping keeps the best epoch also of
+        a training that diverged later.
+        """
+        line, progress = self.line, self.progress
         start = time.monotonic() - progress.seconds
-        examples = pool(self.parts.train, [self._permutations[task] for task in stage.tasks])
-        if progress.epoch == 0:
-            if stage.joint:
-                self.model = self._fresh()
-            else:
-                progress.before = accuracy(self.model, self.parts.test, self._permutations[stage.count - 1])
-        with self._stepper(examples) as stepper:
-            _load_momentum(self.model, stepper.optimizer, momentum)
+        examples = self.course.train(stage.tasks)
+        with self._stepper(examples, stage) as stepper:
+            self._take_up(stepper, carried)
             while progress.epoch < line.epochs and not progress.diverged:
                 self._epoch(stepper, stage)
                 progress.seconds = time.monotonic() - start
-                self._save(_momentum(self.model, stepper.optimizer))
-        return self._end_stage(examples, stage, start)
+                self._save(self._carried(stepper))
+        if not self._best or (progress.diverged and not line.early_stopping):
+            return False
+        self.model.load_state_dict(self._best)
+        self._best = {}
+        return True
 
     @contextlib.contextmanager
-    def _stepper(self, examples: Pool) -> Iterator[Stepper]:
+    def _stepper(self, examples: Examples, stage: Stage) -> Iterator[Stepper]:
         """Yield the stepper of a stage, with its learner begun or taken up again where there is a past to protect."""
+        line = self.line
+        options: dict[str, Any] = {
+            "label_smoothing": line.label_smoothing,
+            "autocast": self.autocast,
+            "clip": line.clip,
+        }
         if self.memory is None or not self._protected:
-            yield Stepper(self.model, examples, make_optimizer(self.model, self.line.momentum), None)
+            yield Stepper(self.model, examples, make_optimizer(self.model, self.line.momentum), None, **options)
             return
         if self.progress.epoch == 0:
             # Statistics are pooled over all examples, so large batches give the same and are faster.
-            chunks = zip(*(torch.split(t, 8192) for t in (examples.part.x, examples.part.y)), strict=True)
             with Learner(self.model, self.memory) as learner:
-                learner.begin(list(chunks))
-        # On a GPU the product that a turn saves runs beside the forward pass.
-        self._turn = Turn.of(self.model, self.memory) if self._device.type == "cpu" else None
-        memory, inputs = (
-            (self.memory, examples) if self._turn is None else (self._turn.memory, self._turn.pool(examples))
-        )
-        with Learner(self.model, memory, damping=self.line.damping, strength=self.line.strength) as learner:
-            learner.load_state_dict({"begun": True, "balance": None})
-            yield Stepper(self.model, inputs, make_optimizer(self.model, self.line.momentum), learner)
-        self._turn = None
+                learner.begin(self.course.fixed(stage.task, "train").chunks())
+        memory, inputs = self.memory, examples
+        if isinstance(examples, Pool):
+            self._turn = Turn.of(self.model, self.memory)
+            if self._turn is not None:
+                memory, inputs = self._turn.memory, self._turn.pool(examples)
+        self._balance = self._new_balance(stage)
+        with Learner(
+            self.model, memory, damping=self.line.damping, strength=self._strength(), balance=self._balance
+        ) as learner:
+            begun = {"begun": True, "balance": self._balance.state_dict() if self._balance else None}
+            learner.load_state_dict(begun)
+            yield Stepper(self.model, inputs, make_optimizer(self.model, self.line.momentum), learner, **options)
+        self._turn = self._balance = None
+
+    def _strength(self) -> float:
+        assert self.memory is not None
+        if not self.line.calibrated:
+            return self.line.strength
+        assert self.memory.calibration is not None
+        return self.line.strength * self.memory.calibration.scale
+
+    def _new_balance(self, stage: Stage) -> Balance | None:
+        """Return the balance of a stage, with C_t as its floor, where the line has one."""
+        if not self.line.balance:
+            return None
+        name = self.course.tasks[stage.task]
+        if name not in self.floors:
+            raise RunError(
+                f"line '{self.folder.line}' balances its losses and needs C_t of task '{name}', which no job of the "
+                f"method '{SINGLE}' with seed {self.seed} has reached; run that line first"
+            )
+        return Balance(self.floors[name], self.line.balance_every)
 
     @property
     def _protected(self) -> bool:
         return self.method.penalised or self.method.fixed_bn
 
-    def _batches(self, examples: Pool, stage: Stage) -> list[tuple[Tensor, Tensor]]:
+    def _batches(self, examples: Examples, stage: Stage) -> Batches:
         """Return the batches that curvature is estimated on: a shuffle of its own."""
-        order = batches(
-            examples.part, min(self.line.batch, len(examples)), seed=self.seed, task=stage.count - 1, epoch=-1
-        )
-        return [examples.take(index) for index in order.to(self._device)]
+        size = min(self.line.batch, len(examples))
+        order = batches(len(examples), size, seed=self.seed, task=stage.task, epoch=-1)
+        return Batches(examples, order[: self.line.batches or None])
 
     def _epoch(self, stepper: Stepper, stage: Stage) -> None:
         line, progress = self.line, self.progress
-        lr = line.learning_rate(0 if stage.joint else stage.count - 1, progress.epoch)
+        lr = line.learning_rate(0 if stage.anew else stage.task, progress.epoch)
+        stepper.examples.redraw(self.seed, stage.task, progress.epoch)
         order = self._order(stepper.examples, stage)
         if self._turn is None:
             loss, penalty = stepper.epoch(order, lr)
@@ -185,7 +293,7 @@ class Sequence:
             self._best = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.folder.note(
             "epoch",
-            task=stage.count - 1,
+            task=stage.task,
             epoch=progress.epoch,
             lr=lr,
             loss=loss if finite else None,
@@ -195,18 +303,15 @@ class Sequence:
         )
         progress.epoch += 1
 
-    def _order(self, examples: Pool, stage: Stage) -> Tensor:
-        size, keys = self.line.batch, {"seed": self.seed, "task": stage.count - 1, "epoch": self.progress.epoch}
-        if not stage.joint:
-            return batches(examples.part, size, **keys)
+    def _order(self, examples: Examples, stage: Stage) -> Tensor:
+        size, keys = self.line.batch, {"seed": self.seed, "task": stage.task, "epoch": self.progress.epoch}
+        if stage.kind != JOINT:
+            return batches(len(examples), size, **keys)
         shuffled = torch.randperm(len(examples), generator=stream("joint", *keys.values()), device="cpu")
         return shuffled[: len(examples) // size * size].view(-1, size)
 
     def _validation(self, stage: Stage) -> float:
-        part = self.parts.validation
-        if len(part) == 0:
-            return 0.0
-        values = [accuracy(self.model, part, self._permutations[task]) for task in stage.tasks]
+        values = [self.course.accuracy(self.model, task, "validation") for task in stage.tasks]
         return sum(values) / len(values)
 
     def _add_to_average(self) -> None:
@@ -222,22 +327,30 @@ class Sequence:
             else:
                 self._best[name].lerp_(tensor, 1 / count)
 
-    def _end_stage(self, examples: Pool, stage: Stage, start: float) -> bool:
-        """Keep the weights that were chosen, extend the memory, measure; return whether there was anything to keep.
+    def remember(self, stage: Stage) -> None:
+        """Make or extend the memory with the task of a stage; the last task's is of no use."""
+        if stage.count == self.line.tasks or not self._protected:
+            return
+        loader = self._batches(self.course.fixed(stage.task, self.line.consolidate), stage)
+        seed = stream("labels", self.seed, stage.task).initial_seed()
+        graph = self._device.type == "cuda"
+        if self.memory is None:
+            self.memory = consolidate(
+                self.model, loader, self.method, exclude=self.course.exclude, seed=seed, graph=graph
+            )
+            if self.line.calibrated:
+                held_out = self._batches(self.course.fixed(stage.task, "validation"), stage)
+                self.memory = calibrate(self.model, self.memory, held_out, seed=seed)
+        else:
+            self.memory = Learner(self.model, self.memory).finish(loader, keep=self.line.keep, seed=seed, graph=graph)
+        self._memory_file = None
 
-        Early stopping keeps the best epoch also of a stage that diverged later.
-        """
-        if not self._best or (self.progress.diverged and not self.line.early_stopping):
-            return False
-        self.model.load_state_dict(self._best)
-        self._best = {}
-        if not stage.joint:
-            self._remember(examples, stage)
-        tests = [accuracy(self.model, self.parts.test, p) for p in self._permutations[: stage.count]]
+    def _end_stage(self, stage: Stage, start: float) -> None:
+        """Measure what is known after a stage, and turn to the next."""
         self.folder.note(
             "task",
-            task=stage.count - 1,
-            accuracy=tests,
+            task=stage.task,
+            accuracy=self.measure(stage),
             before=self.progress.before,
             kept=self.progress.kept,
             seconds=time.monotonic() - start,
@@ -245,29 +358,32 @@ class Sequence:
         )
         self.progress = self.progress.next_stage()
         self._save({})
-        return True
 
-    def _remember(self, examples: Pool, stage: Stage) -> None:
-        """Make or extend the memory; the last task's is of no use."""
-        if self.progress.stage == len(self.stages) - 1 or not self._protected:
-            return
-        source = examples
-        if self.line.consolidate == "validation":
-            source = pool(self.parts.validation, [self._permutations[stage.count - 1]])
-        loader = self._batches(source, stage)
-        seed = stream("labels", self.seed, stage.count - 1).initial_seed()
-        graph = self._device.type == "cuda"
-        if self.memory is None:
-            self.memory = consolidate(self.model, loader, self.method, seed=seed, graph=graph)
-        else:
-            self.memory = Learner(self.model, self.memory).finish(loader, keep=self.line.keep, seed=seed, graph=graph)
-        self._memory_file = None
+    def measure(self, stage: Stage) -> list[float]:
+        """Return the accuracies on the tasks known after a stage; of networks of their own each counts for its task."""
+        if stage.kind != SINGLE:
+            return [self.course.accuracy(self.model, task, "test") for task in range(stage.count)]
+        self.progress.singles = [*self.progress.singles, self.course.accuracy(self.model, stage.task, "test")]
+        return self.progress.singles
 
-    def _save(self, momentum: dict[str, Tensor], *, force: bool = False) -> None:
+    def _carried(self, stepper: Stepper) -> dict[str, Tensor]:
+        """Return what a training in progress goes on with beside weights: momentum, and the state of a balance."""
+        carried = {f"momentum/{name}": tensor for name, tensor in _momentum(self.model, stepper.optimizer).items()}
+        if self._balance is not None:
+            carried |= {f"balance/{name}": tensor for name, tensor in self._balance.state_dict().items()}
+        return carried
+
+    def _take_up(self, stepper: Stepper, carried: dict[str, Tensor]) -> None:
+        named = _by_kind(carried, "momentum", "balance")
+        _load_momentum(self.model, stepper.optimizer, named["momentum"])
+        if self._balance is not None and named["balance"]:
+            self._balance.load_state_dict(named["balance"])
+
+    def _save(self, carried: dict[str, Tensor], *, force: bool = False) -> None:
         """Write a checkpoint if the last one is old enough."""
         if not force and time.monotonic() - self._saved < self.checkpoint_seconds:
             return
-        if self.memory is not None and self._memory_file is None:
+        if self.memory is not None and self._memory_file is None and not self._lent:
             name = f"memory-{self.memory.tasks}.safetensors"
             try:
                 self.memory.save(self.folder.path / name)
@@ -276,17 +392,15 @@ class Sequence:
             self._memory_file = name
         state = {**vars(self.progress), "memory": self._memory_file}
         tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
-        tensors |= {f"momentum/{name}": tensor for name, tensor in momentum.items()}
+        tensors |= carried
         tensors |= {f"best/{name}": tensor for name, tensor in self._best.items()}
         self.folder.save(state, tensors)
         self._saved = time.monotonic()
 
     def _load(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Take a checkpoint up; return the momentum of each parameter."""
-        named: dict[str, dict[str, Tensor]] = {"model": {}, "momentum": {}, "best": {}}
-        for key, tensor in tensors.items():
-            kind, _, name = key.partition("/")
-            named[kind][name] = tensor.to(self._device)
+        """Take a checkpoint up; return what a training in progress goes on with."""
+        tensors = {key: tensor.to(self._device) for key, tensor in tensors.items()}
+        named = _by_kind(tensors, "model", "best")
         self.model.load_state_dict(named["model"])
         self._best = named["best"]
         self._memory_file = state["memory"]
@@ -299,7 +413,15 @@ class Sequence:
                 ) from None
         known = {key: value for key, value in state.items() if key in vars(self.progress)}
         self.progress = Progress(**known)
-        return named["momentum"]
+        return {key: tensor for key, tensor in tensors.items() if key.startswith(("momentum/", "balance/"))}
+
+
+def _by_kind(tensors: dict[str, Tensor], *kinds: str) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors whose names begin with each of some kinds, by the rest of their names."""
+    return {
+        kind: {key.removeprefix(f"{kind}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{kind}/")}
+        for kind in kinds
+    }
 
 
 def _is_finite(model: nn.Module) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,28 @@ from torch import Tensor, nn
 
 from xkfac.experiments.data import Part
 from xkfac.learner import Learner
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Examples(Protocol):
+    """What a stage trains on."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, index: Tensor) -> Batch:
+        """Return the examples `index` [N] as inputs and labels [N]."""
+
+    def redraw(self, *key: int) -> None:
+        """Draw anew what is random about the examples, fixed by `key`: seed, task, epoch."""
+
+    def chunks(self) -> Iterable[Batch]:
+        """Return all of them, nothing random about them, in large batches that statistics are taken of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +46,19 @@ class Pool:
     def __len__(self) -> int:
         return len(self.part) * len(self.permutations)
 
-    def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.part.x.device
+
+    def redraw(self, *key: int) -> None:
+        """Do nothing: a permutation is drawn once and for all."""
+
+    def chunks(self) -> Iterable[Batch]:
+        """Return all examples of a pool with a single permutation in large batches."""
+        return list(zip(*(torch.split(t, 8192) for t in (self.part.x, self.part.y)), strict=True))
+
+    def take(self, index: Tensor) -> Batch:
         """Return the examples `index` [N] as inputs [N, features] and labels [N]."""
         if len(self.permutations) == 1:
             return self.part.x.index_select(0, index), self.part.y.index_select(0, index)
@@ -52,18 +87,29 @@ def make_optimizer(model: nn.Module, momentum: float) -> torch.optim.SGD:
 
 
 class Stepper:
-    """Runs epochs of training steps of a model on a pool, with a learner's penalty if there is one.
+    """Runs epochs of training steps of a model on examples, with a learner's penalty if there is one.
 
-    On a GPU some steps in a row, data included, are captured as a graph at the first epoch and replayed from then on.
+    label_smoothing: that of the loss. autocast: the dtype that the network computes in, None for its own. clip: the most
+    that the norm of the gradient may be, 0 for no limit. On a GPU some steps in a row, data included, are captured as a
+    graph at the first epoch and replayed from then on.
     """
 
     _in_a_row = 16
 
     def __init__(
-        self, model: nn.Module, examples: Pool, optimizer: torch.optim.Optimizer, learner: Learner | None
+        self,
+        model: nn.Module,
+        examples: Examples,
+        optimizer: torch.optim.Optimizer,
+        learner: Learner | None,
+        *,
+        label_smoothing: float = 0.0,
+        autocast: torch.dtype | None = None,
+        clip: float = 0.0,
     ) -> None:
         self.model, self.examples, self.optimizer, self.learner = model, examples, optimizer, learner
-        self._device = examples.part.x.device
+        self._label_smoothing, self._autocast, self._clip = label_smoothing, autocast, clip
+        self._device = examples.device
         self._totals = torch.zeros(2, device=self._device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._steps = 1
@@ -86,14 +132,19 @@ class Stepper:
 
     def _step(self, index: Tensor) -> None:
         x, y = self.examples.take(index)
-        loss = F.cross_entropy(self.model(x), y)
-        objective = loss if self.learner is None else self.learner.objective(loss)
+        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            loss = F.cross_entropy(self.model(x), y, label_smoothing=self._label_smoothing)
         self.optimizer.zero_grad()
-        objective.backward()  # type: ignore[no-untyped-call]
+        values = [loss.detach()]
+        if self.learner is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self.learner.backward(loss)
+            values.append(self.learner.last_penalty)
+        if self._clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         self.optimizer.step()
-        self._totals[0] += loss.detach()
-        if self.learner is not None:
-            self._totals[1] += self.learner.last_penalty
+        torch._foreach_add_(list(self._totals[: len(values)]), values)
 
     def _replay(self, order: Tensor) -> None:
         if self._graph is None:
@@ -109,8 +160,10 @@ class Stepper:
         done.record()
         done.synchronize()
 
-    def _next(self) -> None:
-        self._step(self._order.index_select(0, self._place)[0])
+    def _next(self, steps: int) -> None:
+        """Take the batches of a row of steps from the epoch's order, and do them."""
+        for index in self._order.view(-1, self._steps, self._order.shape[1]).index_select(0, self._place)[0][:steps]:
+            self._step(index)
         self._place += 1
 
     def _captured(self) -> torch.cuda.CUDAGraph:
@@ -122,12 +175,11 @@ class Stepper:
         with torch.cuda.stream(side):
             for _ in range(3):
                 self._place.zero_()
-                self._next()
+                self._next(1)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(self._steps):
-                self._next()
+            self._next(self._steps)
         with torch.no_grad():
             for tensor, value in zip(changed, before, strict=True):
                 tensor.copy_(value)
@@ -138,6 +190,8 @@ class Stepper:
         yield from self.model.buffers()
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
+        if self.learner is not None and self.learner.balance is not None:
+            yield from self.learner.balance.state_dict().values()
         yield self._totals
         yield self._place
 

@@ -16,37 +16,47 @@ import signal
 import sys
 import threading
 import traceback
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.data import Parts, load
 from xkfac.experiments.folder import RunFolder
+from xkfac.experiments.materials import Materials, load_materials
+from xkfac.experiments.recipe import Recipe
 from xkfac.experiments.sequence import CHECKPOINT_SECONDS, Sequence
+
+Work = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
     """Serve jobs until the input ends."""
+    loaded: list[Materials] = []
+
+    def work(job: dict[str, Any]) -> None:
+        run = RunFolder.open(Path(job["run"]))
+        if not loaded:
+            set_precision(run)
+            loaded.append(load_materials(run.recipe, run.facts["data"], torch.device(run.facts["place"])))
+        run_job(run, job["line"], job["seed"], loaded[0], checkpoint_seconds())
+
+    serve(work)
+
+
+def serve(work: Work) -> None:
+    """Do what each line of the input asks for, and answer, until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the process that hands out the jobs
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # nothing that prints can be mistaken for an answer
     jobs: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
-    parts: Parts | None = None
     while True:
         job = jobs.get()
         answer: dict[str, Any] = {"done": True}
         try:
-            run = RunFolder.open(Path(job["run"]))
-            torch.set_num_threads(run.recipe.threads)
-            if parts is None:
-                parts = load_parts(run)
-            line = run.recipe.lines[job["line"]]
-            folder = run.job(job["line"], job["seed"])
-            Sequence(line, job["seed"], parts, folder, checkpoint_seconds=_checkpoint_seconds()).run()
+            work(job)
         except XkfacError as error:
             answer = {"error": str(error)}
         except Exception:  # whatever it is, the other process must hear of it
@@ -54,7 +64,8 @@ def main() -> None:
         answers.write(json.dumps(answer) + "\n")
 
 
-def _checkpoint_seconds() -> float:
+def checkpoint_seconds() -> float:
+    """Return how often a job writes its state."""
     text = os.environ.get("XKFAC_CHECKPOINT_SECONDS", str(CHECKPOINT_SECONDS))
     try:
         return float(text)
@@ -62,13 +73,30 @@ def _checkpoint_seconds() -> float:
         raise XkfacError(f"XKFAC_CHECKPOINT_SECONDS is '{text}'; it must be a number of seconds") from None
 
 
-def load_parts(run: RunFolder) -> Parts:
-    """Return the data of a run on its device."""
-    data = run.recipe.data
-    parts = load(data.set, run.facts["data"], validation=data.validation, train=data.train or None)
-    if data.measure == "validation":
-        parts = replace(parts, test=parts.validation)
-    return parts.to(torch.device(run.facts["place"]))
+def set_precision(run: RunFolder) -> None:
+    """Set threads and the precision of products as a run's recipe asks for."""
+    torch.set_num_threads(run.recipe.threads)
+    fast = run.recipe.precision != "float32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = fast
+
+
+def run_job(run: RunFolder, name: str, seed: int, materials: Materials, checkpoint_seconds: float) -> None:
+    """Run a job of a run, or go on with it, to its end."""
+    line = run.recipe.lines[name]
+    Sequence(
+        line,
+        seed,
+        materials.course(line, seed),
+        run.job(name, seed),
+        checkpoint_seconds,
+        floors=run.floors(seed) if line.balance else {},
+        autocast=autocast_of(run.recipe),
+    ).run()
+
+
+def autocast_of(recipe: Recipe) -> torch.dtype | None:
+    """Return the dtype that the networks of a recipe compute in, None for that of their weights."""
+    return torch.bfloat16 if recipe.precision == "bfloat16" else None
 
 
 def _listen(jobs: queue.Queue[dict[str, Any]]) -> None:

@@ -1,0 +1,269 @@
+"""Recipes from TOML: read, changed by settings, every key checked before anything runs."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from xkfac.curvature import Settings
+from xkfac.errors import XkfacError
+from xkfac.experiments.recipe import JOINT, SINGLE, Data, Figure, Images, Line, Recipe, Task, without_effect
+from xkfac.experiments.toml import RecipeError, as_table, build, check_keys, nearest, read_value, typed
+from xkfac.methods import METHODS
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+
+
+def named_recipes() -> dict[str, str]:
+    """Return the text of the recipes that come with the package, by name."""
+    folder = resources.files("xkfac.experiments").joinpath("recipes")
+    found = {Path(entry.name).stem: entry for entry in folder.iterdir() if entry.name.endswith(".toml")}
+    return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
+
+
+def load_recipe(source: str | Path, settings: Sequence[str] = ()) -> Recipe:
+    """Return a recipe by the name of one that comes with the package, or by the path of a TOML file.
+
+    `settings` are changes such as "data.train=1000", "defaults.epochs=2", "lines.xkfac.damping=0.01" or "repeats=2"; a
+    change of `defaults` overrides what the lines say themselves.
+
+    Raises RecipeError for a recipe that is not there, not TOML, or has unknown, wrong or contradictory keys.
+    """
+    named = named_recipes()
+    path = Path(source)
+    if str(source) in named:
+        text = named[str(source)]
+    elif path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"'{source}' cannot be read as a recipe ({error})") from None
+    else:
+        raise RecipeError(
+            f"there is no recipe '{source}'{nearest(str(source), named)}; give the path of a TOML file or one of "
+            f"{', '.join(named)}"
+        )
+    return parse_recipe(text, str(source), settings)
+
+
+def parse_recipe(text: str, source: str = "recipe", settings: Sequence[str] = ()) -> Recipe:
+    """Return the recipe that a TOML text describes, with changes as in `load_recipe`."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"'{source}' is not valid TOML: {error}") from None
+    for setting in settings:
+        _apply(table, setting)
+    return _recipe(table, source)
+
+
+def _recipe(table: dict[str, Any], source: str) -> Recipe:
+    table = dict(table)
+    parts = ("defaults", "lines", "figures", "data", "images", "tasks")
+    given = {key: as_table(table.pop(key), key) for key in parts if key in table}
+    defaults, lines, figures = (given.get(key, {}) for key in parts[:3])
+    if not lines:
+        raise RecipeError(f"'{source}' has no [lines.NAME] table, so there is nothing to run; add one for each curve")
+    world = _images(given) if "images" in given or "tasks" in given else _data(given)
+    tasks = world.get("tasks")
+    build(Line, defaults, "defaults")
+    made = {name: _line(name, as_table(own, f"lines.{name}"), defaults, tasks) for name, own in lines.items()}
+    for key in figures:
+        _check_name(key, "figure")
+    drawn = {key: build(Figure, as_table(own, f"figures.{key}"), f"figures.{key}") for key, own in figures.items()}
+    if not drawn:
+        drawn = {"accuracy": Figure("Average accuracy", lines=tuple(made))}
+    known = {f.name for f in fields(Recipe)} - {"lines", "figures", "data", "images", "tasks"}
+    check_keys(table, known | set(parts), source)
+    recipe: Recipe = build(
+        Recipe, {"name": Path(source).stem, **table}, source, lines=made, figures=drawn, **{"data": Data(), **world}
+    )
+    _check_recipe(recipe)
+    return recipe
+
+
+def _data(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"data": build(Data, given.get("data", {}), "data")}
+
+
+def _images(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the images and tasks of a recipe that has them."""
+    if "data" in given:
+        raise RecipeError(
+            "a recipe has either [data], for permuted digits, or [images] and [tasks.NAME]; leave one out"
+        )
+    tasks = given.get("tasks", {})
+    if len(tasks) < 2:
+        raise RecipeError(f"a recipe of images needs a source and a target; it has {len(tasks)} [tasks.NAME] tables")
+    made = {}
+    for name, own in tasks.items():
+        _check_name(name, "task")
+        if "." in name:
+            raise RecipeError(f"the task name '{name}' must not have a dot")
+        made[name] = build(Task, as_table(own, f"tasks.{name}"), f"tasks.{name}")
+        _check_task(made[name], f"tasks.{name}")
+    images: Images = build(Images, given.get("images", {}), "images")
+    _check_images(images, list(made)[1:])
+    return {"images": images, "tasks": made}
+
+
+def _check_task(task: Task, where: str) -> None:
+    low, high = task.scale if len(task.scale) == 2 else (0.0, 0.0)
+    if not 0 < low <= high <= 1:
+        raise RecipeError(f"{where}: scale must be two growing numbers above 0 and up to 1, not {list(task.scale)}")
+    if task.limit < 0:
+        raise RecipeError(f"{where}: limit must be at least 0, not {task.limit}")
+
+
+def _check_images(images: Images, targets: list[str]) -> None:
+    if images.pixels < 1:
+        raise RecipeError(f"images: pixels must be at least 1, not {images.pixels}")
+    if not 0 <= images.validation < 1:
+        raise RecipeError(
+            f"images: validation is the share of the training part, from 0 up to 1, not {images.validation}"
+        )
+    for order in images.orders:
+        if sorted(order) != sorted(targets):
+            raise RecipeError(
+                f"images: an order must name each target once ({', '.join(targets)}), and one is {', '.join(order)}"
+            )
+
+
+def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mapping[str, Task] | None) -> Line:
+    where = f"lines.{name}"
+    _check_name(name, "line")
+    method = typed({**defaults, **own}.get("method", Line.method), str, f"{where}: method")
+    known = [*METHODS, JOINT, SINGLE]
+    if method not in known:
+        raise RecipeError(
+            f"{where}: method '{method}' is not known{nearest(method, known)}; it is one of {', '.join(known)}"
+        )
+    if method == JOINT and tasks is not None:
+        raise RecipeError(f"{where}: method '{JOINT}' is for permuted digits; for images use '{SINGLE}' as the ceiling")
+    useless = without_effect({**defaults, **own}, tasks is not None)
+    for key, why in useless.items():
+        if key in own:
+            raise RecipeError(f"{where}: '{key}' has no effect on {why}; leave it out")
+    count = {} if tasks is None else {"tasks": len(tasks)}
+    line: Line = build(
+        Line, {"label": name, **count, **{key: v for key, v in defaults.items() if key not in useless}, **own}, where
+    )
+    if tasks is not None and line.tasks > len(tasks):
+        raise RecipeError(f"{where}: tasks is {line.tasks}, and the recipe has {len(tasks)} [tasks.NAME] tables")
+    check_keys(line.curvature, {f.name for f in fields(Settings)}, f"{where}: curvature")
+    try:
+        line.resolved_method()
+    except XkfacError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    _check_grid(line, where)
+    _check_numbers(line, where)
+    return line
+
+
+def _check_grid(line: Line, where: str) -> None:
+    allowed = ("lr", "damping") if line.penalised else ("lr",)
+    check_keys(line.grid, allowed, f"{where}: grid")
+    for key, values in line.grid.items():
+        if not typed(values, tuple[float, ...], f"{where}: grid.{key}"):
+            raise RecipeError(f"{where}: grid.{key} is empty; give the values to choose from")
+        if any(not 0 <= value < float("inf") for value in values):
+            raise RecipeError(f"{where}: grid.{key} must be numbers of at least 0, not {values}")
+
+
+def _check_name(name: str, what: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise RecipeError(
+            f"the {what} name '{name}' must be made of lower-case letters, digits, '-', '_' and '.' alone"
+        )
+
+
+def _check_numbers(line: Line, where: str) -> None:
+    for key, least in (("tasks", 1), ("epochs", 1), ("batch", 2), ("lr_every", 1), ("average", 0), ("batches", 0)):
+        if getattr(line, key) < least:
+            raise RecipeError(f"{where}: {key} must be at least {least}, not {getattr(line, key)}")
+    if line.balance_every < 1:
+        raise RecipeError(f"{where}: balance_every must be at least 1, not {line.balance_every}")
+    for key in ("lr", "target_lr", "lr_end", "damping", "strength", "momentum", "clip", "label_smoothing"):
+        if getattr(line, key) is not None and not 0 <= getattr(line, key) < float("inf"):
+            raise RecipeError(f"{where}: {key} must be a number of at least 0, not {getattr(line, key)}")
+    if not 1 <= line.lr_factor < float("inf"):
+        raise RecipeError(f"{where}: lr_factor must be a number of at least 1, not {line.lr_factor}")
+    if any(width < 1 for width in line.widths):
+        raise RecipeError(f"{where}: widths must be at least 1, not {list(line.widths)}")
+    if any(not 1 <= count <= line.tasks for count in line.at) or any(a >= b for a, b in pairwise(line.at)):
+        raise RecipeError(f"{where}: 'at' must be growing numbers of tasks from 1 to {line.tasks}, not {list(line.at)}")
+    if line.average > line.epochs:
+        raise RecipeError(f"{where}: average={line.average} is more than the {line.epochs} epochs there are")
+    if line.average and line.early_stopping:
+        raise RecipeError(
+            f"{where}: early_stopping keeps the weights of one epoch and average={line.average} those of several; "
+            "choose one"
+        )
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    _check_name(recipe.name, "recipe")
+    for key, least in (("repeats", 1), ("seed", 0), ("threads", 1)):
+        if getattr(recipe, key) < least:
+            raise RecipeError(f"{key} must be at least {least}, not {getattr(recipe, key)}")
+    for key in ("validation", "train"):
+        if getattr(recipe.data, key) < 0:
+            raise RecipeError(f"data.{key} must be at least 0, not {getattr(recipe.data, key)}")
+    world = "data" if recipe.images is None else "images"
+    chosen, remedy = recipe.images or recipe.data, "some thousands" if recipe.images is None else "a share such as 0.1"
+    if chosen.measure == "validation" and chosen.validation == 0:
+        raise RecipeError(f"{world}.measure is 'validation' and {world}.validation is 0; set it to {remedy}")
+    for name, line in recipe.lines.items():
+        wanting = (("early_stopping", line.early_stopping), ("consolidate", line.consolidate == "validation"))
+        needs = next((key for key, wants in (*wanting, ("calibrated", line.calibrated)) if wants), None)
+        if needs and chosen.validation == 0:
+            raise RecipeError(
+                f"lines.{name}: {needs} needs a validation split and {world}.validation is 0; set it to {remedy}"
+            )
+        if line.balance and not any(other.method == SINGLE for other in recipe.lines.values()):
+            raise RecipeError(
+                f"lines.{name}: balance needs C_t, the loss that fine-tuning reaches, and no line has the method "
+                f"'{SINGLE}'; add one, or leave balance out"
+            )
+    for key, figure in recipe.figures.items():
+        for name in figure.lines:
+            if name not in recipe.lines:
+                raise RecipeError(f"figures.{key}: there is no line '{name}'{nearest(name, recipe.lines)}")
+
+
+def _apply(table: dict[str, Any], setting: str) -> None:
+    """Change a key of a recipe's table by a setting such as "defaults.epochs=2"."""
+    path, equals, text = setting.partition("=")
+    lines = as_table(table.get("lines", {}), "lines")
+    keys = _path(path, lines)
+    if not equals or not all(keys):
+        raise RecipeError(f"the setting '{setting}' must have the form key=value, such as defaults.epochs=2")
+    value = read_value(text.strip())
+    if keys[0] == "lines" and len(keys) > 2 and keys[1] not in lines:
+        raise RecipeError(f"the setting '{setting}' names no line{nearest(keys[1], lines)}")
+    _put(table, keys, value)
+    if keys[0] == "defaults" and len(keys) > 1:
+        for line in lines.values():
+            if isinstance(line, dict) and keys[1] in line:
+                _put(line, keys[1:], value)
+
+
+def _path(text: str, lines: Iterable[str]) -> list[str]:
+    """Return the keys of a path such as "lines.kfac-0.1.lr"; the name of a line may have dots itself."""
+    first, _, rest = text.strip().partition(".")
+    name = max((name for name in lines if rest.startswith(f"{name}.")), key=len, default="")
+    if first == "lines" and name:
+        return [first, name, *(key.strip() for key in rest[len(name) + 1 :].split("."))]
+    return [key.strip() for key in text.split(".")]
+
+
+def _put(table: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    for key in keys[:-1]:
+        table = as_table(table.setdefault(key, {}), key)
+    table[keys[-1]] = value

@@ -1,0 +1,164 @@
+"""Where the units of a network lie in one flat tensor, those of one shape on top of each other, and their products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xkfac.curvature import Curvature
+from xkfac.kronecker import Block, Kronecker, assemble, parts
+from xkfac.merging import BoundUnit
+
+_ALIGNMENT = 16  # numbers: where every group starts, as vectorised kernels like it
+
+# The most columns of units whose factors are copied into a stack. A GPU has room to spare in products of that size and
+# waits for launches; a CPU does not.
+WIDEST = {"cuda": 1200}
+_WIDEST_ELSEWHERE = 64
+
+
+class Member:
+    """A unit and its part of a flat tensor, which starts at `start`.
+
+    role: `merged`, a layer with BN, or BN alone; `plain`, a layer with a bias; `whole`, what has one tensor as its W~.
+    """
+
+    def __init__(self, bound: BoundUnit) -> None:
+        self.bound, self.name, self.start = bound, bound.unit.name, 0
+        groups, rows, columns = bound.unit.shape
+        self.rows, self.columns = groups * rows, columns
+        self.role = "whole"
+        if bound.norm is not None and bound.unit.kind in ("linear", "conv", "norm"):
+            self.role = "merged"
+        elif bound.norm is None and bound.bias is not None:
+            self.role = "plain"
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """What units of one group have in common."""
+        return self.role, self.bound.unit.kind == "norm", self.bound.unit.shape
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """Return W~ [groups, rows, columns]."""
+        return _whole(flat, self.bound.unit.shape, self.start)
+
+    def bias_places(self) -> Tensor:
+        """Return the places [C] of the last column of W~."""
+        return torch.arange(self.rows) * self.columns + self.start + self.columns - 1
+
+
+class Group:
+    """Units of one shape, one matrix on top of the other, from `start` to `end` of a flat tensor.
+
+    `first` is the place of the first of their channels among those of all BN.
+    """
+
+    def __init__(self, members: Sequence[Member], start: int, first: int) -> None:
+        self.members, self.start, self.first = members, start, first
+        one = members[0]
+        self.role, self.rows = one.role, len(members) * one.rows
+        self._one = one
+        for place, member in enumerate(members):
+            member.start = start + place * one.rows * one.columns
+        self.end = start + self.rows * one.columns
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """Return W~ of all, [members * groups, rows, columns]."""
+        groups, rows, columns = self._one.bound.unit.shape
+        return _whole(flat, (len(self.members) * groups, rows, columns), self.start)
+
+    def weight(self, flat: Tensor) -> Tensor:
+        """Return W~ of all but for a bias, [members * C, D]."""
+        columns = self._one.columns
+        shape = (self.rows, columns - (self.role != "whole"))
+        return flat.as_strided(shape, (columns, 1), self.start + int(flat.storage_offset()))
+
+    def channels(self, row: Tensor) -> Tensor:
+        """Return the part of a vector over the channels of all BN, [members * C, 1]."""
+        return row.narrow(0, self.first, self.rows)[:, None]
+
+    def tall(self, weights: Sequence[Tensor | None]) -> Tensor | None:
+        """Return the members' weights on top of each other, [members * C, D]; None where the units are BN alone."""
+        rows = [weight.reshape(self._one.rows, -1) for weight in weights if weight is not None]
+        if not rows:
+            return None
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def group(units: Sequence[BoundUnit]) -> list[Group]:
+    """Return the units as groups that lie one after the other."""
+    alike: dict[tuple[object, ...], list[Member]] = {}
+    for unit in units:
+        member = Member(unit)
+        alike.setdefault(member.likeness, []).append(member)
+    groups: list[Group] = []
+    start = first = 0
+    for members in alike.values():
+        groups.append(Group(members, start, first))
+        start = -(-groups[-1].end // _ALIGNMENT) * _ALIGNMENT
+        first += groups[-1].rows if groups[-1].role == "merged" else 0
+    return groups
+
+
+class Products:
+    """The product of a curvature with a flat displacement, narrow blocks of one shape at once."""
+
+    def __init__(self, curvature: Curvature, groups: Sequence[Group]) -> None:
+        self._parts: list[tuple[Block | Stack, Group | Member]] = []
+        joint = {one.name: one for each in groups for one in each.members if one.name in curvature.joint_units}
+        self._joint, self._together = curvature.joint, [joint[name] for name in curvature.joint_units]
+        for each in groups:
+            alone = [one for one in each.members if one.name in curvature.blocks]
+            blocks = [curvature.blocks[one.name] for one in alone]
+            stacked = stack(blocks) if len(alone) == len(each.members) else None
+            self._parts += zip(blocks, alone, strict=True) if stacked is None else [(stacked, each)]
+
+    def add(self, moved: Tensor, out: Tensor) -> None:
+        """Add H v to `out`, both flat, in place (eq. bp)."""
+        for block, place in self._parts:
+            block.add_product(place.whole(moved), place.whole(out))
+        if self._joint is not None:
+            pairs = [(one.whole(moved), one.whole(out)) for one in self._together]
+            self._joint.add_product([v for v, _ in pairs], [total for _, total in pairs])
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Sums of K Kronecker products sum_k A_k (x) H_k, `left` [groups * K, D, D] and `right` [groups, C, K * C]."""
+
+    left: Tensor
+    right: Tensor
+
+    def add_product(self, displacement: Tensor, out: Tensor) -> None:
+        """Add sum_k H_k (V A_k) to `out`, both [groups, C, D], in place: two products, whatever K."""
+        groups, rows, columns = displacement.shape
+        terms = len(self.left) // groups
+        each = displacement[:, None].expand(groups, terms, rows, columns).reshape(groups * terms, rows, columns)
+        out.baddbmm_(self.right, torch.bmm(each, self.left).view(groups, terms * rows, columns))
+
+
+def stack(blocks: Sequence[Block]) -> Block | Stack | None:
+    """Return one block for several, one unit after the other, or None where it would save nothing or copy too much."""
+    named = [parts(block) for block in blocks]
+    alike = {
+        (type(block), *((name, *part.shape) for name, part in one.items()))
+        for block, one in zip(blocks, named, strict=True)
+    }
+    widest = max(part.shape[-1] for part in named[0].values())
+    device = next(iter(named[0].values())).device.type
+    if len(alike) > 1 or widest > WIDEST.get(device, _WIDEST_ELSEWHERE):
+        return None
+    sums = [block for block in blocks if isinstance(block, Kronecker)]
+    if sums and len(sums[0].terms) > 1 and not any(term.diagonal for term in sums[0].terms):
+        lefts = [torch.stack([term.dense_left for term in one.terms], 1).flatten(0, 1) for one in sums]
+        return Stack(torch.cat(lefts), torch.cat([torch.cat([term.right for term in one.terms], 2) for one in sums]))
+    if len(blocks) == 1:
+        return None
+    return assemble(type(blocks[0]), {name: torch.cat([one[name] for one in named]) for name in named[0]})
+
+
+def _whole(flat: Tensor, shape: tuple[int, int, int], start: int) -> Tensor:
+    return flat.as_strided(shape, (shape[1] * shape[2], shape[2], 1), start + int(flat.storage_offset()))

@@ -1,0 +1,173 @@
+# ruff: noqa: RUF001, the letters and dashes that readers of the paper expect
+"""The scatter of target and average accuracy, with made-up settings."""
+
+import csv
+import math
+import random
+from xml.etree import ElementTree
+
+import matplotlib as mpl
+import pytest
+from matplotlib.colors import to_hex
+from scipy.stats import spearmanr
+
+from xkfac.errors import XkfacError
+from xkfac.experiments import scatter, styles
+from xkfac.experiments.scatter import Correlation, Point, correlations, draw_scatter, rank_correlation
+
+LRS, DAMPINGS = (0.1, 0.05, 0.02), (1e-4, 1e-5)
+
+
+def made_up(tasks=("Birds", "Cars"), labels=("K-FAC", "XK-FAC"), balances=(True, False)):
+    """Settings of which better ones on the target are better on average with alpha, and worse without."""
+    points = []
+    for task in tasks:
+        for hue, label in enumerate(labels):
+            for balanced in balances:
+                for place, (lr, damping) in enumerate((lr, d) for lr in LRS for d in DAMPINGS):
+                    target = 70.0 + 2 * place + hue
+                    average = 60.0 + (place if balanced else -place) + hue
+                    points.append(Point(task, label, balanced, lr, damping, target, average, place == 5))
+    return points
+
+
+def point(target, average, **changes):
+    fields = {"task": "t", "label": "m", "balanced": True, "lr": 0.1, "damping": 1e-4, "chosen": False}
+    return Point(**{**fields, "target": target, "average": average, **changes})
+
+
+def drawn_axes(points, tmp_path, monkeypatch):
+    """Return the figure and the axes of the figure's file by their titles, as they were drawn."""
+    kept = []
+    saved = scatter.multiples.__globals__["save"]
+    monkeypatch.setitem(
+        scatter.multiples.__globals__, "save", lambda canvas, *rest: kept.append(canvas) or saved(canvas, *rest)
+    )
+    drawn = draw_scatter("scatter", points, tmp_path)
+    return drawn, {axes.get_title(loc="left"): axes for axes in kept[0].axes}
+
+
+# ---------------------------------------------------------------- rank correlation
+
+
+def test_rank_correlation_by_hand():
+    assert rank_correlation([point(x, x**3) for x in (1.0, 2.0, 5.0)]) == pytest.approx(1)
+    assert rank_correlation([point(x, -x) for x in (1.0, 2.0, 5.0)]) == pytest.approx(-1)
+    # Ranks 1 2 3 4 and 2 1 4 3: 1 - 6 * 4 / (4 * 15)
+    assert rank_correlation([point(x, y) for x, y in ((1, 2), (2, 1), (3, 4), (4, 3))]) == pytest.approx(0.6)
+    assert rank_correlation([point(1, 1), point(2, 2)]) is None
+    assert rank_correlation([point(1, x) for x in (1.0, 2.0, 3.0)]) is None
+    lost = [point(math.nan, 1), point(1, math.inf)]
+    assert rank_correlation([point(1, 1), point(2, 2), *lost]) is None
+    assert rank_correlation([*(point(x, x) for x in (1.0, 2.0, 3.0)), *lost]) == pytest.approx(1)
+
+
+def test_rank_correlation_with_equal_accuracies_is_that_of_scipy():
+    source = random.Random(0)
+    for _ in range(30):
+        pairs = [(source.randrange(5), source.randrange(5)) for _ in range(12)]
+        assert rank_correlation([point(x, y) for x, y in pairs]) == pytest.approx(spearmanr(pairs).statistic)
+
+
+def test_correlations_are_told_panel_by_panel_over_all_methods_and_for_each():
+    found = correlations(made_up(("Birds",)))
+    assert [(each.task, each.balanced, each.label, each.count) for each in found] == [
+        ("Birds", balanced, label, count)
+        for balanced in (True, False)
+        for label, count in (("", 12), ("K-FAC", 6), ("XK-FAC", 6))
+    ]
+    assert [each.value for each in found if each.label] == pytest.approx([1, 1, -1, -1])
+    assert correlations([point(x, x) for x in (1.0, 2.0, 3.0)]) == [Correlation("t", True, "", pytest.approx(1), 3)]
+
+
+# ---------------------------------------------------------------- figure
+
+
+def test_each_panel_shows_the_points_of_its_task_and_row(tmp_path, monkeypatch):
+    points = made_up()
+    drawn, axes = drawn_axes(points, tmp_path, monkeypatch)
+    assert list(axes) == ["Birds, with α", "Cars, with α", "Birds, without α", "Cars, without α"]
+    assert [panel.title for panel in drawn.panels] == list(axes)
+    rows = [axes[title].get_position().y0 for title in axes]
+    assert rows == pytest.approx([rows[0]] * 2 + [rows[2]] * 2)
+    assert rows[0] > rows[2] + 0.2
+    for title, panel in axes.items():
+        task, balanced = title.split(",")[0], "without" not in title
+        lines = panel.get_lines()
+        for hue, label in enumerate(("K-FAC", "XK-FAC")):
+            shown = [(p.target, p.average) for p in points if (p.task, p.label, p.balanced) == (task, label, balanced)]
+            assert sorted(zip(*lines[hue].get_data(), strict=True)) == sorted(shown)
+            assert (to_hex(lines[hue].get_color()), lines[hue].get_marker()) == (
+                styles.PALETTE[hue],
+                styles.MARKERS[hue],
+            )
+            assert lines[hue].get_linestyle() == "None"
+        chosen = [(p.target, p.average) for p in points if (p.task, p.balanced, p.chosen) == (task, balanced, True)]
+        assert sorted(zip(*lines[2].get_data(), strict=True)) == sorted(chosen)
+        assert len(chosen) == 2
+        assert (lines[2].get_markerfacecolor(), to_hex(lines[2].get_color())) == ("none", styles.INK)
+        assert lines[2].get_markersize() > 1.5 * lines[0].get_markersize()
+        written = [text.get_text() for text in panel.texts]
+        sign = "" if balanced else "−"
+        assert written[1:] == [f"K-FAC ρ = {sign}1.00", f"XK-FAC ρ = {sign}1.00"]
+        every = rank_correlation([p for p in points if (p.task, p.balanced) == (task, balanced)])
+        assert written[0] == f"all ρ = {every:.2f}".replace("-", "−")
+    assert axes["Cars, with α"].get_xlim() == axes["Cars, without α"].get_xlim()
+    assert axes["Cars, with α"].get_ylim() == axes["Cars, without α"].get_ylim()
+
+
+def test_the_files_have_every_point_and_the_page_its_own_colours(tmp_path):
+    points = [*made_up(), point(math.nan, 12.5, task="Cars", label="K-FAC", chosen=True)]
+    drawn = draw_scatter("some-key", points, tmp_path / "figures")
+    with drawn.csv.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(points)
+    assert [float(row["target"]) for row in rows[:-1]] == [p.target for p in points[:-1]]
+    assert rows[0] == {
+        "task": "Birds",
+        "label": "K-FAC",
+        "balanced": "True",
+        "lr": "0.1",
+        "damping": "0.0001",
+        "target": "70.0",
+        "average": "60.0",
+        "chosen": "False",
+    }
+    assert (rows[-1]["target"], rows[-1]["average"]) == ("", "12.5")
+    assert "1 of 49 settings diverged" in drawn.note
+    assert "diverged" not in scatter._note(made_up())
+    assert drawn.png.read_bytes().startswith(b"\x89PNG")
+    assert ElementTree.parse(drawn.svg).getroot().tag.endswith("svg")
+    assert (drawn.kind, [key.label for key in drawn.legend]) == ("scatter", ["K-FAC", "XK-FAC"])
+    for panel in drawn.panels:
+        assert "var(--hue-0)" in panel.wide
+        assert "var(--hue-1)" in panel.wide
+        assert "var(--ink)" in panel.wide
+        assert all(hue not in panel.wide for hue in (*styles.PALETTE, styles.INK, styles.SOFT, styles.GRID))
+        assert ElementTree.fromstring(panel.wide).attrib["aria-label"] == panel.alt
+    assert "Birds, without α: 12 settings, rank correlation -0." in drawn.alt
+
+
+def test_the_same_points_give_the_same_bytes_and_settings_of_matplotlib_stay(tmp_path):
+    before = dict(mpl.rcParams)
+    one, two = (draw_scatter("key", made_up(("Birds",)), tmp_path / name) for name in ("one", "two"))
+    for kind in ("png", "svg", "csv"):
+        assert getattr(one, kind).read_bytes() == getattr(two, kind).read_bytes()
+    assert dict(mpl.rcParams) == before
+
+
+def test_one_row_where_alpha_was_never_or_always_adapted_and_a_word_where_there_is_nothing(tmp_path, monkeypatch):
+    points = made_up(("Birds",), balances=(False,))
+    assert scatter._places(points) == [(False, "Birds")]
+    points += made_up(("Cars",), balances=(True,))
+    drawn, axes = drawn_axes(points, tmp_path, monkeypatch)
+    assert list(axes) == ["Birds, with α", "Cars, with α", "Birds, without α", "Cars, without α"]
+    assert [text.get_text() for text in axes["Birds, with α"].texts] == ["no results"]
+    assert "Birds, with α: no results." in drawn.alt
+
+
+def test_without_points_there_is_no_figure(tmp_path):
+    for points in ([], [point(math.nan, math.nan)]):
+        with pytest.raises(XkfacError, match="no setting of hyperparameters has accuracies yet"):
+            draw_scatter("key", points, tmp_path)
+    assert list(tmp_path.iterdir()) == []
