@@ -19,12 +19,15 @@ from xkfac.kronecker import Diagonal, KhatriRao, Kronecker, Term, eigenbasis
 from xkfac.merging import INTERPRETATIONS, anchor_of, batch_statistics, bind
 from xkfac.passes import norms_of
 from xkfac.renorm import BatchRenorm1d, to_renorm
+from xkfac.stacking import ROW
 from xkfac.units import find_units
 
 
+@pytest.mark.parametrize("row", [1, 8])
 @pytest.mark.parametrize("interpretation", INTERPRETATIONS)
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_value_and_all_gradients_are_those_of_autograd(curvature, interpretation):
+def test_value_and_all_gradients_are_those_of_autograd(curvature, interpretation, row, monkeypatch):
+    monkeypatch.setitem(ROW, "cpu", row)
     problem = Problem(curvature, interpretation)
     fused = FusedPenalty(problem.penalty, problem.bound)
     value, wanted_value = fused(problem.readings()), problem.penalty(problem.weights(problem.readings()))
@@ -448,7 +451,8 @@ def test_a_backward_pass_at_once_on_a_gpu_is_that_on_the_cpu(branches, monkeypat
         torch.manual_seed(0)
         model = randomise(Everything()).double()
         memory = xkfac.consolidate(model, [(x.double(), y) for x, y in data(2, 8, (2, 7, 7))])
-        move(model.to(device).train())
+        move(model.train())
+        model.to(device)
         learner = Learner(model, memory, damping=0.1)
         learner.load_state_dict({"begun": True, "balance": None})
         for x, y in target(count=3, shape=(2, 7, 7)):

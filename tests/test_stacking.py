@@ -51,22 +51,30 @@ def test_units_of_one_shape_are_one_group():
     assert flat.sum() == sum(one.rows * one.columns for each in groups for one in each.members)
 
 
+@pytest.mark.parametrize("row", [1, 8])
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_products_of_stacked_blocks_are_those_of_each(curvature):
+def test_products_of_stacked_blocks_are_those_of_each(curvature, row):
     net = randomise(Alike()).double()
     for parameter in net.parameters():
         parameter.requires_grad_()
     made = estimate(net, [(x.double(), y) for x, y in data()], **CURVATURES[curvature])
-    groups = group(list(bind(net, made.coverage.units).values()))
+    groups = group(list(bind(net, made.coverage.units).values()), row)
     products = Products(made.curvature, groups)
     stacked = [place for _, place in products._parts if isinstance(place, Group)]
     assert len(stacked) >= (2 if curvature == "cross-layer" else 4)
     if curvature in ("paper", "mean"):
         assert any(isinstance(block, Stack) for block, _ in products._parts)
-    moved = torch.randn(max(each.end for each in groups), dtype=torch.float64)
+    members = [one for each in groups for one in each.members]
+    moved = torch.zeros(max(each.end for each in groups), dtype=torch.float64)
+    for one in members:
+        one.whole(moved).normal_()
+        assert one.width % row == 0
     out = torch.ones_like(moved)
     products.add(moved, out)
-    members = [one for each in groups for one in each.members]
+    rest = torch.ones_like(moved)
+    for one in members:
+        one.whole(rest).copy_(one.whole(out))
+    assert torch.equal(out, rest)  # what lies between rows stays as it is
     wanted = made.curvature.product({one.name: one.whole(moved).clone() for one in members})
     for one in members:
         torch.testing.assert_close(one.whole(out), 1 + wanted[one.name], rtol=1e-10, atol=1e-11, msg=one.name)

@@ -1,11 +1,12 @@
 """Continual learning for networks with batch normalization by extended Kronecker-factored curvature (XK-FAC)."""
 
+from xkfac.balance import Balance
 from xkfac.calibrating import calibrate
 from xkfac.calibration import Calibration
 from xkfac.curvature import Curvature, Settings
 from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, UnitError, XkfacError
 from xkfac.estimation import Estimate, estimate
-from xkfac.learner import Balance, Learner
+from xkfac.learner import Learner
 from xkfac.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from xkfac.memory import Memory, consolidate
 from xkfac.merging import recentre

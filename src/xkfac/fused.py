@@ -20,7 +20,7 @@ from xkfac.branches import Branch
 from xkfac.merging import BoundUnit, Reading
 from xkfac.penalty import Penalty
 from xkfac.renorm import _BatchRenorm
-from xkfac.stacking import Member, Products, group
+from xkfac.stacking import ROW, Member, Products, group
 
 _Wanted = Sequence[tuple[torch.Size, torch.dtype] | None]
 
@@ -40,15 +40,15 @@ class FusedPenalty:
 
     def __init__(self, penalty: Penalty, bound: Mapping[str, BoundUnit]) -> None:
         self._penalty = penalty
-        self._groups = group([bound[name] for name in penalty.anchor])
+        like = next(iter(penalty.anchor.values()))
+        self._groups = group([bound[name] for name in penalty.anchor], ROW.get(like.device.type, 1))
         members = [one for each in self._groups for one in each.members]
         self._merged = [one for one in members if one.role == "merged"]
         self._plain = [one for one in members if one.role == "plain"]
         self._channels = [one.rows for one in self._merged]
         self._count = sum(self._channels)
         self._sizes = [*self._channels * 5, *(one.rows for one in self._plain)]
-        like = next(iter(penalty.anchor.values()))
-        # Gaps between groups stay zero, so that one inner product over everything is that of the units.
+        # Gaps between groups and rows stay zero, so that one inner product over everything is that of the units.
         size = max(each.end for each in self._groups)
         self._origin, self._moved = like.new_zeros(size), like.new_zeros(size)
         for one in members:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from xkfac.balance import Balance
 from xkfac.batches import Forward
 from xkfac.branches import Branch, Tap
 from xkfac.calibration import Strength, strength_of
@@ -22,58 +23,10 @@ from xkfac.merging import recentre as recentre_model
 from xkfac.methods import get_method
 from xkfac.passes import Progress, device_of, norms_of, unwrap
 from xkfac.penalty import Penalty
+from xkfac.stiffness import stiffness
 from xkfac.units import as_patterns
 
 Keep = Literal["average", "all"]
-
-
-class Balance:
-    """Adaptive alpha_s and alpha_t, which bring ls * L_s and lt * (L_t - floor) to similar values while training.
-
-    Every `interval` steps the means of the two over the interval are compared: alpha_t grows by 1 as long as the
-    penalty is the larger and returns to 1 when it no longer is; alpha_s likewise in the opposite case. `floor` is
-    C_t, the loss that fine-tuning reaches on the target. A step whose loss is not finite, as a gradient scaler skips
-    it, does not count. All state lives on the device and no step synchronises it.
-    """
-
-    def __init__(self, floor: float = 0.0, interval: int = 10) -> None:
-        if interval < 1:
-            raise XkfacError(f"the interval of a balance must be at least 1 step, not {interval}")
-        self.floor, self.interval = floor, interval
-        self.alpha_s, self.alpha_t = torch.ones(()), torch.ones(())
-        self._excess, self._steps = torch.zeros(()), torch.zeros(())
-
-    def to(self, device: torch.device) -> None:
-        """Move the state to a device."""
-        for name, tensor in self.state_dict().items():
-            setattr(self, name, tensor.to(device))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state, to be stored with a training checkpoint."""
-        return {name: getattr(self, name) for name in ("alpha_s", "alpha_t", "_excess", "_steps")}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take a state up again."""
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
-
-    @torch.no_grad()
-    def update(self, penalty: Tensor, loss: Tensor, importance: tuple[float, float]) -> None:
-        """Take the L_s and L_t of a step; at the end of an interval adapt alpha_s and alpha_t."""
-        source, target = importance
-        excess = source * penalty - target * (loss - self.floor)
-        self._excess += excess.nan_to_num(0.0, 0.0, 0.0)
-        self._steps += 1
-        due = self._steps >= self.interval
-        raise_t = (self._excess > 0) & (self.alpha_s == 1)
-        raise_s = (self._excess < 0) & (self.alpha_t == 1)
-        one = torch.ones_like(self.alpha_s)
-        alpha_s = torch.where(raise_s, self.alpha_s + 1, one)
-        alpha_t = torch.where(raise_t, self.alpha_t + 1, one)
-        self.alpha_s.copy_(torch.where(due, alpha_s, self.alpha_s))
-        self.alpha_t.copy_(torch.where(due, alpha_t, self.alpha_t))
-        self._excess.mul_(~due)
-        self._steps.mul_(~due)
 
 
 class Learner:
@@ -204,7 +157,9 @@ class Learner:
     ) -> None:
         """Start a target task: re-centre gamma and beta on its statistics (preprocessing), if the method does.
 
-        The network must be at the memory's anchor. With `recentre=False` no data is needed.
+        loader: the target as training will draw it, augmentation included; statistics of other inputs would leave the
+        anchor as soon as training begins. The network must be at the memory's anchor. With `recentre=False` no data is
+        needed.
 
         Raises MismatchError when the network has other weights, XkfacError when `loader` is missing or the method
         cannot re-centre.
@@ -321,6 +276,24 @@ class Learner:
         self.last_penalty = penalty
         if self.balance is not None:
             self._rebalance(loss)
+
+    def stable_lr(self, momentum: float = 0.0, *, iterations: int = 16, seed: int = 0) -> float:
+        """Return the learning rate above which SGD diverges along the penalty's stiffest direction, whatever the loss.
+
+        It is 2 (1 + momentum) / (ls * strength * mu), with mu the largest eigenvalue of the Hessian of L_s in the
+        parameters, found by power iteration where the network is now, its BN read with population statistics. The
+        network is left as it is. It is infinite without a penalty.
+        """
+        source = self.importance[0] * self.strength
+        if self._fused is None or source == 0:
+            return float("inf")
+        largest = stiffness(self._penalty_gradients, iterations, seed)
+        return 2 * (1 + momentum) / (source * largest) if largest > 0 else float("inf")
+
+    def _penalty_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters that L_s depends on, each with the gradient in it under population statistics."""
+        assert self._fused is not None
+        return [pair for pair in self._fused.value_and_gradients({}, 1.0)[1] if pair[0].is_leaf]
 
     def _factors(self) -> tuple[Any, Any]:
         """Return what L_s and L_t are multiplied by: numbers, or tensors where they are balanced."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from xkfac.kronecker import Block, Kronecker, assemble, parts
 from xkfac.merging import BoundUnit
 
 _ALIGNMENT = 16  # numbers: where every group starts, as vectorised kernels like it
+
+# Of how many numbers a row of W~ has a multiple, zeros at its end. The homogeneous coordinate makes it odd, and then the
+# tensor cores of a GPU stand idle.
+ROW = {"cuda": 8}
 
 # The most columns of units whose factors are copied into a stack. A GPU has room to spare in products of that size and
 # waits for launches; a CPU does not.
@@ -24,12 +28,13 @@ class Member:
     """A unit and its part of a flat tensor, which starts at `start`.
 
     role: `merged`, a layer with BN, or BN alone; `plain`, a layer with a bias; `whole`, what has one tensor as its W~.
+    width: how far a row is from the next, a multiple of `row` numbers, of which those beyond `columns` are zero.
     """
 
-    def __init__(self, bound: BoundUnit) -> None:
+    def __init__(self, bound: BoundUnit, row: int = 1) -> None:
         self.bound, self.name, self.start = bound, bound.unit.name, 0
         groups, rows, columns = bound.unit.shape
-        self.rows, self.columns = groups * rows, columns
+        self.rows, self.columns, self.width = groups * rows, columns, -(-columns // row) * row
         self.role = "whole"
         if bound.norm is not None and bound.unit.kind in ("linear", "conv", "norm"):
             self.role = "merged"
@@ -43,11 +48,16 @@ class Member:
 
     def whole(self, flat: Tensor) -> Tensor:
         """Return W~ [groups, rows, columns]."""
-        return _whole(flat, self.bound.unit.shape, self.start)
+        return _whole(flat, self.bound.unit.shape, self.start, self.width)
+
+    def padded(self, flat: Tensor) -> Tensor:
+        """Return W~ with its zeros, [groups, rows, width]."""
+        groups, rows, _ = self.bound.unit.shape
+        return _whole(flat, (groups, rows, self.width), self.start, self.width)
 
     def bias_places(self) -> Tensor:
         """Return the places [C] of the last column of W~."""
-        return torch.arange(self.rows) * self.columns + self.start + self.columns - 1
+        return torch.arange(self.rows) * self.width + self.start + self.columns - 1
 
 
 class Group:
@@ -62,19 +72,24 @@ class Group:
         self.role, self.rows = one.role, len(members) * one.rows
         self._one = one
         for place, member in enumerate(members):
-            member.start = start + place * one.rows * one.columns
-        self.end = start + self.rows * one.columns
+            member.start = start + place * one.rows * one.width
+        self.width = one.width
+        self.end = start + self.rows * one.width
 
     def whole(self, flat: Tensor) -> Tensor:
         """Return W~ of all, [members * groups, rows, columns]."""
         groups, rows, columns = self._one.bound.unit.shape
-        return _whole(flat, (len(self.members) * groups, rows, columns), self.start)
+        return _whole(flat, (len(self.members) * groups, rows, columns), self.start, self.width)
+
+    def padded(self, flat: Tensor) -> Tensor:
+        """Return W~ of all with their zeros, [members * groups, rows, width]."""
+        groups, rows, _ = self._one.bound.unit.shape
+        return _whole(flat, (len(self.members) * groups, rows, self.width), self.start, self.width)
 
     def weight(self, flat: Tensor) -> Tensor:
         """Return W~ of all but for a bias, [members * C, D]."""
-        columns = self._one.columns
-        shape = (self.rows, columns - (self.role != "whole"))
-        return flat.as_strided(shape, (columns, 1), self.start + int(flat.storage_offset()))
+        shape = (self.rows, self._one.columns - (self.role != "whole"))
+        return flat.as_strided(shape, (self.width, 1), self.start + int(flat.storage_offset()))
 
     def channels(self, row: Tensor) -> Tensor:
         """Return the part of a vector over the channels of all BN, [members * C, 1]."""
@@ -88,11 +103,11 @@ class Group:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def group(units: Sequence[BoundUnit]) -> list[Group]:
-    """Return the units as groups that lie one after the other."""
+def group(units: Sequence[BoundUnit], row: int = 1) -> list[Group]:
+    """Return the units as groups that lie one after the other, their rows multiples of `row` numbers."""
     alike: dict[tuple[object, ...], list[Member]] = {}
     for unit in units:
-        member = Member(unit)
+        member = Member(unit, row)
         alike.setdefault(member.likeness, []).append(member)
     groups: list[Group] = []
     start = first = 0
@@ -114,12 +129,16 @@ class Products:
             alone = [one for one in each.members if one.name in curvature.blocks]
             blocks = [curvature.blocks[one.name] for one in alone]
             stacked = stack(blocks) if len(alone) == len(each.members) else None
-            self._parts += zip(blocks, alone, strict=True) if stacked is None else [(stacked, each)]
+            found = zip(blocks, alone, strict=True) if stacked is None else [(stacked, each)]
+            self._parts += [(_padded(block, place.width), place) for block, place in found]
 
     def add(self, moved: Tensor, out: Tensor) -> None:
         """Add H v to `out`, both flat, in place (eq. bp)."""
         for block, place in self._parts:
-            block.add_product(place.whole(moved), place.whole(out))
+            if isinstance(block, Kronecker | Stack):
+                block.add_product(place.padded(moved), place.padded(out))
+            else:
+                block.add_product(place.whole(moved), place.whole(out))
         if self._joint is not None:
             pairs = [(one.whole(moved), one.whole(out)) for one in self._together]
             self._joint.add_product([v for v, _ in pairs], [total for _, total in pairs])
@@ -160,5 +179,27 @@ def stack(blocks: Sequence[Block]) -> Block | Stack | None:
     return assemble(type(blocks[0]), {name: torch.cat([one[name] for one in named]) for name in named[0]})
 
 
-def _whole(flat: Tensor, shape: tuple[int, int, int], start: int) -> Tensor:
-    return flat.as_strided(shape, (shape[1] * shape[2], shape[2], 1), start + int(flat.storage_offset()))
+def _padded(block: Block | Stack, width: int) -> Block | Stack:
+    """Return sums of Kronecker products with zeros in their input factors up to a width; others as they are."""
+    if isinstance(block, Stack):
+        return Stack(_wider(block.left, width, width), block.right)
+    if not isinstance(block, Kronecker):
+        return block
+    terms = [
+        replace(term, left=_wider(term.left, term.left.shape[1] if term.low_rank or term.diagonal else width, width))
+        for term in block.terms
+    ]
+    return Kronecker(tuple(terms))
+
+
+def _wider(factor: Tensor, rows: int, columns: int) -> Tensor:
+    """Return a factor [groups, ., .] with zeros below and to the right, itself where it has the size."""
+    if factor.shape[1:] == (rows, columns):
+        return factor
+    wider = factor.new_zeros(len(factor), rows, columns)
+    wider[:, : factor.shape[1], : factor.shape[2]] = factor
+    return wider
+
+
+def _whole(flat: Tensor, shape: tuple[int, int, int], start: int, width: int) -> Tensor:
+    return flat.as_strided(shape, (shape[1] * width, width, 1), start + int(flat.storage_offset()))

@@ -1,8 +1,10 @@
 """Results of runs that never ran, with numbers that can be worked out by hand."""
 
+import json
 import math
 from dataclasses import replace
 
+from xkfac.experiments.folder import RunFolder
 from xkfac.experiments.parsing import parse_recipe
 from xkfac.experiments.results import JobResult, LineResults, RunResults
 
@@ -129,6 +131,89 @@ def nothing():
     return run(SMALL, [], "runs/nothing")
 
 
+IMAGES = """
+name = "made-up-images"
+title = "Made-up images"
+repeats = 2
+[images]
+model = "resnet18"
+weights = "source.safetensors"
+pixels = 64
+orders = [["birds", "cars", "flowers"], ["flowers", "cars", "birds"]]
+[tasks.tiny]
+tree = "tiny.zip"
+[tasks.birds]
+tree = "birds.zip"
+[tasks.cars]
+tree = "cars.zip"
+[tasks.flowers]
+tree = "flowers.zip"
+[defaults]
+epochs = 3
+[lines.single]
+label = "a network of its own"
+method = "single"
+[lines.fine-tuning]
+label = "fine-tuning"
+method = "fine-tuning"
+[lines.fixed-bn]
+label = "fixed BN"
+method = "fixed-bn"
+[lines.kfac]
+label = "K-FAC"
+method = "kfac"
+[lines.xkfac]
+label = "XK-FAC"
+[lines.xkfac-alpha]
+label = "XK-FAC, alpha"
+balance = true
+"""
+CEILINGS = {"tiny": 60.0, "birds": 50.0, "cars": 80.0, "flowers": 40.0}
+ORDERS = (("tiny", "birds", "cars", "flowers"), ("tiny", "flowers", "cars", "birds"))
+
+
+def image_job(line, seed=0, *, loss=1.0, order=None, below=0.0, tasks=4, done=True):
+    """A job of images: a task is at its ceiling less `below` when learnt, and loses `loss` points with each later."""
+    order = ORDERS[seed % 2] if order is None else order
+    top = {task: value + seed - (0 if task == "tiny" else below) for task, value in CEILINGS.items()}
+
+    def row(after):
+        return [top[name] - loss * (after - place) for place, name in enumerate(order[: after + 1])]
+
+    like = job(line, seed, tasks, penalised=loss > 0)
+    epochs = [epoch for epoch in like.epochs if epoch["task"]]
+    known = {"untrained": [60.0 + seed, 0.5, 0.5, 1.0], "before": [0.5] * (tasks - 1), "kept": [-1, *[2] * (tasks - 1)]}
+    return replace(like, accuracy=list(map(row, range(tasks))), tasks=order, epochs=epochs, done=done, **known)
+
+
+def images(*jobs, text=IMAGES, folder="runs/images", provenance=PROVENANCE):
+    """Two repeats in two orders: ceilings, and lines that lose 15, 10, 5, 2 and 1 points a task; or the given jobs."""
+    losses = {"fine-tuning": 15.0, "fixed-bn": 10.0, "kfac": 5.0, "xkfac": 2.0, "xkfac-alpha": 1.0}
+    made = [image_job(line, seed, loss=loss, below=4.0) for line, loss in losses.items() for seed in (0, 1)]
+    return run(text, jobs or [image_job("single", seed, loss=0.0) for seed in (0, 1)] + made, folder, provenance)
+
+
+def tuned(folder, *jobs, text=IMAGES, seeds=(0, 1), finite=True):
+    """A run of images in a folder with the files of a tuning: lr 0.1 was better than 0.05 by 2 points."""
+    targets = ("birds", "cars", "flowers")
+    runner_up = {"number": 1, "lr": 0.05, "damping": 1e-4, "validation": 41.0, "kept": 2, "seconds": 1.0}
+    best = {"lr": 0.1, "damping": 1e-4, "validation": 43.0, "runner_up": runner_up, "trials": 3, "diverged": 1}
+    why = "best of 3, by 2.00 points; 1 diverged"
+    choices = [{"line": "xkfac", "seed": s, "task": task, **best, "why": why} for s in seeds for task in targets]
+    tried = ((0.1, 42.0, 52.0), (0.05, 40.0, 50.0), (0.02, 30.0, 45.0), (0.5, None, None))
+    fixed = {"label": "XK-FAC", "balanced": False, "damping": 1e-4}
+    points = [
+        {"task": task, **fixed, "lr": lr, "chosen": lr == 0.1}
+        | ({"target": target, "average": mean} if finite else {"target": None, "average": None})
+        for task in targets
+        for lr, target, mean in tried
+    ]
+    folder.mkdir(parents=True)
+    (folder / "choices.json").write_text(json.dumps(choices))
+    (folder / "points.json").write_text(json.dumps(points))
+    return images(*jobs, text=text, folder=str(folder), provenance={**PROVENANCE, "tuning": {"id": "a"}})
+
+
 def large(lines=25, repeats=4, tasks=50, epochs=15, folder="runs/large"):
     """As many lines as the largest experiment has, of all kinds, shaped like real curves, one that diverges."""
     methods = ["xkfac", "kfac", "corrected", "diagonal", "fine-tuning"]
@@ -182,3 +267,19 @@ def _shaped(name, i, seed, tasks, epochs, diverged):
         for e in made.epochs
     ]  # fmt: skip
     return replace(made, accuracy=rows, epochs=epoch_rows)
+
+
+def write(run, path):
+    """Write a made-up run as the folder that a real one would have left; return the folder."""
+    folder = RunFolder.create(path, run.recipe, {**run.provenance, "place": "cpu", "data": {}})
+    for made in (job for line in run.lines.values() for job in line.jobs if job.accuracy):
+        note = folder.job(made.line, made.seed).note
+        note("start", line=made.line, seed=made.seed, untrained=made.untrained, tasks=list(made.tasks))
+        for task, row in enumerate(made.accuracy):
+            for epoch in (epoch for epoch in made.epochs if epoch["task"] == task):
+                note("epoch", **epoch)
+            before = made.before[task - made.known] if task >= made.known else None
+            note("task", task=task, accuracy=row, before=before, kept=made.kept[task], seconds=made.seconds[task])
+        if made.done:
+            note("end", diverged=made.diverged)
+    return folder

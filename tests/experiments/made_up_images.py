@@ -1,11 +1,25 @@
-"""Small trees of pictures that a network can learn to tell apart, as folders and as zip files."""
+"""Small trees of pictures that a network can learn to tell apart, as folders and as zip files, and runs with them."""
 
+import importlib
+import json
+import os
+import random
+import signal
+import traceback
 import zipfile
+from unittest import mock
 
 import torch
 from PIL import Image
 
+from tests.experiments.small_runs import Disk, die
+from xkfac.calibrating import calibrate
 from xkfac.experiments import images
+from xkfac.experiments.backbones import make_backbone, save_source
+from xkfac.experiments.folder import RunFolder
+from xkfac.experiments.materials import load_materials
+from xkfac.experiments.parsing import parse_recipe
+from xkfac.experiments.worker import run_job
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -64,3 +78,135 @@ def decodings(monkeypatch):
     whole = images.decoded
     monkeypatch.setattr(images, "decoded", lambda content, *rest: (seen.append(content), whole(content, *rest))[1])
     return seen
+
+
+# Small runs of pictures
+
+TEXT = """
+name = "pictures"
+repeats = 3
+seed = 4
+[images]
+model = "timm:test_resnet"
+weights = "source.safetensors"
+pixels = 16
+validation = 0.4
+orders = [["birds", "cars"], ["cars", "birds"]]
+[tasks.old]
+tree = "old"
+[tasks.birds]
+tree = "birds"
+resize = "crop"
+[tasks.cars]
+tree = "cars"
+scale = [1.0, 1.0]
+[defaults]
+epochs = 2
+batch = 5
+lr = 0.02
+lr_end = 1e-3
+early_stopping = false
+curvature = { draws = 1 }
+batches = 2
+[lines.xkfac]
+[lines.balanced]
+balance = true
+balance_every = 2
+[lines.fixed-bn]
+method = "fixed-bn"
+[lines.calibrated]
+calibrated = true
+consolidate = "validation"
+batches = 0
+curvature = { grouping = "hierarchical" }
+[lines.single]
+method = "single"
+"""
+SEED = 4
+SIZES = {"old": 5, "birds": 4, "cars": 3}
+
+
+def recipe(*settings):
+    """The recipe of small runs of pictures, changed by settings."""
+    return parse_recipe(TEXT, "pictures", settings)
+
+
+def make_data(folder, sizes=SIZES, model="timm:test_resnet"):
+    """Write trees with so many classes and the weights of a source network for the first of them; return the folder."""
+    for seed, (name, classes) in enumerate(sizes.items()):
+        make_tree(folder / name, [f"{name}-{label}" for label in range(classes)], train=6, size=(20, 18), seed=seed)
+    source, classes = next(iter(sizes.items()))
+    save_source(source_network(model, {source: classes}), folder / "source.safetensors", source, {})
+    return folder
+
+
+def source_network(model, tasks):
+    """A network with no BN as a new one has it, where some scales are 0: what it is like after a training."""
+    network = make_backbone(model, tasks, seed=99)
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in network.state_dict().items():
+        if "running" in name or (tensor.dim() == 1 and name.startswith("trunk.")):
+            centre = 0.8 if name.endswith(("weight", "var")) else -0.1
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) / 4 + centre)
+    return network
+
+
+def short_calibrations():
+    """Have calibrations take a few steps, for as long as this lasts: hundreds take long."""
+    return mock.patch.dict(calibrate.__kwdefaults__, rounds=1, steps=8)
+
+
+def materials(made, data):
+    """What jobs of a recipe are made of, on the CPU."""
+    return load_materials(made, data, torch.device("cpu"))
+
+
+def make_run(path, data, made=None):
+    """Return the folder of a new run of pictures that nothing has been done of yet."""
+    return RunFolder.create(path, made or recipe(), {"place": "cpu", "data": str(data)})
+
+
+def finish(run, *names, seeds=(SEED,)):
+    """Learn jobs of a run in this process, networks of their own first, with checkpoints whenever that is possible."""
+    loaded = materials(run.recipe, run.facts["data"])
+    lines = {name: line for name, line in run.recipe.lines.items() if not names or name in names}
+    with short_calibrations():
+        for seed in seeds:
+            for name in sorted(lines, key=lambda name: lines[name].method != "single"):
+                run_job(run, name, seed, loaded, 0.0)
+    return run
+
+
+def kill_and_go_on(path, cache):
+    """Learn all jobs of a run with the first seed, each in processes that die at operations on their files by chance.
+
+    A process is forked for each life, from this one, which has brought in all that is imported late. Writes for each
+    line how often it was killed.
+    """
+    importlib.import_module("tests.conftest")
+    os.environ["XKFAC_CACHE"] = cache
+    torch.set_num_threads(1)
+    run, kills = RunFolder.open(path), {}
+    loaded = materials(run.recipe, run.facts["data"])
+    for name in sorted(run.recipe.lines, key=lambda name: run.recipe.lines[name].method != "single"):
+        moments, kills[name] = random.Random(name), 0
+        while not run.job(name, SEED).result().done:
+            kills[name] += _dies(run, name, loaded, moments.randint(1, 45))
+            assert kills[name] < 60
+    (path.parent / "kills.json").write_text(json.dumps(kills))
+
+
+def _dies(run, name, loaded, at):
+    child = os.fork()
+    if child == 0:
+        try:
+            with short_calibrations(), Disk(run.path, at, die).faulty():
+                run_job(run, name, SEED, loaded, 0.0)
+            os._exit(0)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL), code
+    return code != 0

@@ -12,7 +12,7 @@ import pytest
 
 from tests.experiments import made_up
 from xkfac.errors import XkfacError
-from xkfac.experiments import drawing, figures, multiples, styles, tables
+from xkfac.experiments import comparison, drawing, figures, multiples, styles, tables
 from xkfac.experiments.results import JobResult, Spread
 
 ROOT2 = math.sqrt(2)
@@ -128,7 +128,7 @@ def test_labels_do_not_collide():
 
 
 def test_compare_by_hand():
-    found = tables.compare([made_up.small("runs/one"), made_up.small("runs/two", shift=0.5)])
+    found = comparison.compare([made_up.small("runs/one"), made_up.small("runs/two", shift=0.5)])
     row = next(row for row in found if row.name == "xkfac")
     assert (row.runs, row.tasks, row.first.mean, row.second.mean, row.difference) == (("one", "two"), 10, 92, 92.5, 0.5)
     # Both have variance 1/2 over two repeats: standard error sqrt(1/4 + 1/4), two degrees of freedom.
@@ -142,13 +142,13 @@ def test_welch_degrees_of_freedom():
     one, two = [90.0, 91.0, 93.0], [88.0, 88.5, 89.0, 91.0, 87.0]
     spreads = [Spread(float(np.mean(v)), float(np.std(v, ddof=1)), len(v)) for v in (one, two)]
     expected = scipy.ttest_ind(two, one, equal_var=False).confidence_interval(0.95)
-    _, margin = tables.welch(*spreads)
+    _, margin = comparison.welch(*spreads)
     difference = spreads[1].mean - spreads[0].mean
     assert (difference - margin, difference + margin) == pytest.approx((expected.low, expected.high))
 
 
 def test_compare_single_repeats_has_no_interval():
-    row = tables.compare([made_up.single(), made_up.single()])[0]
+    row = comparison.compare([made_up.single(), made_up.single()])[0]
     assert row.difference == 0
     assert math.isnan(row.error)
     assert math.isnan(row.low)

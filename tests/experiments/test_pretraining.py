@@ -13,10 +13,11 @@ from torch import nn
 from torchvision import models
 
 from xkfac import storage
-from xkfac.experiments import pretraining
+from xkfac.experiments import pretrainer
 from xkfac.experiments.backbones import ManyHeaded, load_source, make_backbone
 from xkfac.experiments.images import PictureParts, Pictures
-from xkfac.experiments.pretraining import Pretraining, PretrainingError, accuracy, pretrain
+from xkfac.experiments.pretrainer import Pretraining, PretrainingError, accuracy
+from xkfac.experiments.pretraining import pretrain
 
 SMALL = {"model": "timm:test_resnet", "pixels": 32, "epochs": 3, "batch": 8, "lr": 0.1, "warmup": 0.2}
 
@@ -39,7 +40,7 @@ def trainer(settings, pictures, trunk=None):
     net = make_backbone(settings.model, {"source": 3}, seed=0)
     if trunk is not None:
         net = ManyHeaded(trunk, 4, {"source": 3}, seed=0).to(pictures.x.device)
-    return pretraining._Trainer(net, pictures, settings)
+    return pretrainer.Trainer(net, pictures, settings)
 
 
 def small_trunk():
@@ -117,11 +118,11 @@ def test_the_learning_rate_rises_in_a_line_and_falls_along_a_cosine():
 
 
 def test_mixes_follow_their_distribution():
-    mixup = pretraining._mixes(Pretraining(mixup=0.4), 20_000, torch.Generator().manual_seed(1))[:, 0]
+    mixup = pretrainer.mixes(Pretraining(mixup=0.4), 20_000, torch.Generator().manual_seed(1))[:, 0]
     assert mixup.mean().item() == pytest.approx(0.5, abs=0.01)
     assert mixup.var().item() == pytest.approx(1 / (4 * (2 * 0.4 + 1)), rel=0.03)  # of Beta(a, a)
     state = torch.get_rng_state()
-    cutmix = pretraining._mixes(Pretraining(cutmix=1.0), 5_000, torch.Generator().manual_seed(1))
+    cutmix = pretrainer.mixes(Pretraining(cutmix=1.0), 5_000, torch.Generator().manual_seed(1))
     assert torch.equal(torch.get_rng_state(), state)
     share, top, bottom, left, right = cutmix.T
     assert torch.allclose(share, 1 - (bottom - top) * (right - left) / 64**2)
@@ -171,7 +172,7 @@ class Stop(BaseException):
 def test_a_run_interrupted_at_any_moment_ends_in_the_same_bits(seed, parts, options, unbroken, tmp_path, monkeypatch):
     chance = random.Random(seed)
     path = tmp_path / "weights.safetensors"
-    real, calls = pretraining._Trainer._step, 0
+    real, calls = pretrainer.Trainer._step, 0
     stops = sorted(chance.sample(range(1, 20), 2))
 
     def step(self):
@@ -182,7 +183,7 @@ def test_a_run_interrupted_at_any_moment_ends_in_the_same_bits(seed, parts, opti
             stops.pop(0)
             raise Stop
 
-    monkeypatch.setattr(pretraining._Trainer, "_step", step)
+    monkeypatch.setattr(pretrainer.Trainer, "_step", step)
     for _ in range(2):
         torch.manual_seed(chance.randrange(1000))
         with pytest.raises(Stop):

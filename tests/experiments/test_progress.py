@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from tests.experiments import made_up
 from tests.experiments import small_runs as small
 from xkfac.experiments.progress import Display, Standing, _duration, epochs_of
 
@@ -24,8 +25,10 @@ def begin(job, epochs):
 
 
 def test_epochs_of_a_job_are_those_of_its_stages():
-    assert epochs_of(RECIPE.lines["plain"]) == 3 * 3
-    assert epochs_of(RECIPE.lines["joint"]) == 2 * 3
+    assert epochs_of(RECIPE, "plain") == 3 * 3
+    assert epochs_of(RECIPE, "joint") == 2 * 3
+    images = made_up.images().recipe
+    assert epochs_of(images, "xkfac") == epochs_of(images, "single") == 3 * 3  # the source is known
 
 
 def test_a_run_is_interrupted_then_running_then_complete(run):

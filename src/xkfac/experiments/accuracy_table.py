@@ -29,6 +29,7 @@ class AccuracyRow:
     active_bn: BN learns and uses mini-batch statistics. valid_curvature: the curvature takes inter-example terms into
     account, or there are none. balanced: alpha_s and alpha_t adapt. accuracies: in %, by task. average: over all
     tasks. reference: the row is no competitor, as joint training. diverged: how many repeats did, and do not count.
+    note: what else keeps the row from being a plain result.
     """
 
     method: str
@@ -39,6 +40,7 @@ class AccuracyRow:
     average: Spread | None = None
     reference: bool = False
     diverged: int = 0
+    note: str = ""
 
     @classmethod
     def of(
@@ -78,8 +80,13 @@ class AccuracyRow:
 
     @property
     def name(self) -> str:
-        """The method in one line, with how many of its repeats diverged."""
-        return printable(self.method) + (f" ({self.diverged} diverged)" if self.diverged else "")
+        """The method in one line, with its note, or else how many of its repeats diverged."""
+        return printable(self.method) + (f" ({self.remark})" if self.remark else "")
+
+    @property
+    def remark(self) -> str:
+        """What a reader must know of the row."""
+        return self.note or (f"{self.diverged} diverged" if self.diverged else "")
 
     def cell(self, column: str | None) -> Spread | None:
         """Return the accuracy on a task, or the average for None; None where there is no finite number."""
@@ -144,7 +151,9 @@ def _html_row(row: AccuracyRow, rows: Sequence[AccuracyRow], marks: Sequence[boo
         shown = f'{mean}&nbsp;<span class="soft">±&nbsp;{deviation}</span>' if deviation else mean
         cells.append(f'<td><b>{shown}</b><span class="hidden"> (best)</span></td>' if best else f"<td>{shown}</td>")
     opening = '<tr class="reference">' if row.reference else "<tr>"
-    return f'{opening}<th scope="row">{escape(row.name)}</th>{facts}{"".join(cells)}</tr>'
+    said = '<span class="soft">reference</span>' if row.reference else ""
+    remark = f'<span class="warn">{escape(row.remark)}</span>' if row.remark else ""
+    return f'{opening}<th scope="row">{escape(printable(row.method))}{said}{remark}</th>{facts}{"".join(cells)}</tr>'
 
 
 def _head(rows: Sequence[AccuracyRow]) -> list[str]:

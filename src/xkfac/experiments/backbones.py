@@ -167,15 +167,17 @@ def load_source(net: ManyHeaded, weights: str | Path, source_task: str) -> dict[
     """Put pretrained weights of the whole library model in: its classifier becomes the head of `source_task`.
 
     weights: a file, .safetensors or one of torch.save, plain or below "state_dict", "model" or "net", read without
-    running any code of it; or "download" for the library's own. Returns the facts that `save_source` wrote into it.
-    The network is changed only when all of it fits.
+    running any code of it; or "download" for the library's own, its latest ones unless they are named, as in
+    "download:IMAGENET1K_V1" for torchvision (timm has that in the model's name). Returns the facts that `save_source`
+    wrote into it. The network is changed only when all of it fits.
 
     Raises WeightsError when the file is missing or no weights file, or has other names, shapes, classes or stem.
     """
     architecture, head = _architecture(net), net.head(source_task)
     where, facts = f"'{weights}'", dict[str, Any]()
-    if str(weights) == DOWNLOAD:
-        where, tensors = f"the download of '{architecture.model}'", _downloaded(architecture.model)
+    if is_download(weights):
+        which = str(weights).partition(":")[2]
+        where, tensors = f"the download of '{architecture.model}'", _downloaded(architecture.model, which)
     else:
         tensors, facts = _read(Path(weights))
     stem = facts.get("stem", architecture.stem)
@@ -195,6 +197,11 @@ def load_source(net: ManyHeaded, weights: str | Path, source_task: str) -> dict[
     for name, tensor in fit.items():
         own[name].copy_(tensor)
     return facts
+
+
+def is_download(weights: str | Path) -> bool:
+    """Whether weights are named as the library's own, "download" or "download:NAME", not as a file."""
+    return str(weights).partition(":")[0] == DOWNLOAD
 
 
 def save_source(net: ManyHeaded, path: str | Path, task: str, facts: Mapping[str, Any]) -> None:
@@ -352,8 +359,18 @@ def _classifier_path(model: str, network: Any) -> str:
     return list[str](layers)[-1]
 
 
-def _downloaded(model: str) -> dict[str, Tensor]:
-    options = {"pretrained": True} if model.startswith(TIMM) else {"weights": "DEFAULT"}
+def _downloaded(model: str, which: str = "") -> dict[str, Tensor]:
+    options: dict[str, Any] = {"pretrained": True}
+    if model.startswith(TIMM) and which:
+        raise WeightsError(f"timm has the name of weights in that of the model: '{model}.{which}', not in the weights")
+    if not model.startswith(TIMM):
+        known = [each.name for each in _library("torchvision.models").get_model_weights(model)]
+        if which and which not in known:
+            raise WeightsError(
+                f"torchvision has no weights '{which}' of '{model}'{_near(which, known)}; name one of "
+                f"{', '.join(known) or 'none'}"
+            )
+        options = {"weights": which or "DEFAULT"}
     try:
         state: dict[str, Tensor] = _library_model(model, **options).state_dict()
     except XkfacError:

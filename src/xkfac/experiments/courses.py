@@ -133,9 +133,9 @@ class PicturePool:
         return self.augmentation.plain(x), y
 
     def chunks(self) -> Iterable[Batch]:
-        """Yield all of them as evaluation sees them."""
-        for x, y in zip(*(torch.split(t, self.chunk) for t in (self.pictures.x, self.pictures.y)), strict=True):
-            yield self.augmentation.plain(x), y
+        """Yield all of them in their order."""
+        for index in torch.split(torch.arange(len(self), device=self.device), self.chunk):
+            yield self.take(index)
 
 
 @dataclass

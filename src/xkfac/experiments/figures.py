@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from xkfac.experiments.drawing import SPREAD, Drawn, Key, Panel, Plot, element, 
 from xkfac.experiments.multiples import draw_matrices, draw_training
 from xkfac.experiments.recipe import Figure
 from xkfac.experiments.results import JobResult, RunResults, Spread
+from xkfac.experiments.scatter import SCATTER, Point, draw_scatter
 from xkfac.experiments.styles import Style, looks, style_of, swatch
 from xkfac.experiments.tables import Curve, Entry, entries, notes, number, printable, spread_cells
 
@@ -28,20 +29,24 @@ __all__ = ["Drawn", "draw_all"]
 _WIDE, _NARROW = (720, 400), (372, 330)
 
 
-def draw_all(runs: Sequence[RunResults], folder: Path) -> list[Drawn]:
+def draw_all(
+    runs: Sequence[RunResults], folder: Path, tuned: Mapping[str, Sequence[Point]] | None = None
+) -> list[Drawn]:
     """Draw all figures of some runs into a folder, which is made if need be.
+
+    tuned: what the settings reached that a tuning tried, by the name of its run.
 
     Raises XkfacError when the folder cannot be written.
     """
     lines = entries(runs)
     drawn = []
-    keys = {"summary"}  # that CSV file is the table's
+    keys = {"summary", "accuracies"}  # those CSV files are of tables
     figures = _figures(runs, lines)
     for key, figure, shown in figures:
         name = _file_name(key, keys)
         drawn.append(_accuracy(name, figure, shown, folder))
     for key, figure, shown in figures:
-        in_sequence = [entry for entry in shown if entry.curve(JobResult.forgetting)]
+        in_sequence = [entry for entry in shown if not entry.reference and entry.curve(JobResult.forgetting)]
         if in_sequence:
             drawn.append(_forgetting(_file_name(key, keys, "-forgetting"), figure, in_sequence, folder))
     learnt = [entry for entry in lines if entry.reached and not entry.reference]
@@ -50,6 +55,11 @@ def draw_all(runs: Sequence[RunResults], folder: Path) -> list[Drawn]:
     trained = [entry for entry in lines if any(job.epochs for job in entry.results.jobs)]
     if trained:
         drawn.append(draw_training(_file_name("training", keys), trained, folder))
+    tuned = tuned or {}
+    for run, points in tuned.items():
+        if any(point.finite for point in points):
+            title = f"{SCATTER}: {run}" if len(tuned) > 1 else SCATTER
+            drawn.append(draw_scatter(_file_name("scatter", keys), points, folder, title))
     return drawn
 
 

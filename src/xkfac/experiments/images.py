@@ -67,7 +67,7 @@ class PictureParts:
 
 
 def load_pictures(
-    path: str | Path,
+    path: str | Path | Tree,
     *,
     pixels: int,
     resize: Resize,
@@ -81,6 +81,7 @@ def load_pictures(
 ) -> PictureParts:
     """Return the parts of a tree, memory-mapped from the cache; what is not in there is decoded first.
 
+    path: where it is, or a tree that was listed before.
     pixels: the side of a network's input. stored: the side S of the pictures returned, by default `pixels` for
     "squash", which resizes to a square whatever the shape, and 256 / 224 of it for "crop", which resizes the shorter
     side and takes the centre. Both resize as torchvision does; colours are RGB, and orientation tags are not heeded.
@@ -96,7 +97,7 @@ def load_pictures(
             f"workers is {workers} and parts are {list(parts)}; workers must be at least 1, and parts some of "
             f"{', '.join(PART_NAMES)}"
         )
-    tree = Tree.read(path)
+    tree = path if isinstance(path, Tree) else Tree.read(path)
     train, aside = tree.split(validation, limit)
     everything = {"train": train, "validation": aside, "test": tree.test}
     asked = {part: entries if part in parts else () for part, entries in everything.items()}
@@ -218,7 +219,7 @@ class _Decoder:
     def blocks(self, names: Sequence[str]) -> Iterator[bytes]:
         """Yield the bytes of the pictures in order, of up to BLOCK at a time."""
         groups = [names[start : start + BLOCK] for start in range(0, len(names), BLOCK)]
-        if self._workers == 1:
+        if self._workers == 1 or len(groups) == 1:  # starting processes would take longer
             read = _reader(self._path)
             for group in groups:
                 yield _decoded(read, self._path, group, self._stored, self._resize)

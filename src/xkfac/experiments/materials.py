@@ -11,12 +11,12 @@ from typing import Literal, Protocol
 import torch
 
 from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import DOWNLOAD, ManyHeaded, load_source, make_backbone
+from xkfac.experiments.backbones import ManyHeaded, is_download, load_source, make_backbone
 from xkfac.experiments.courses import Course, Permuted, PictureCourse
 from xkfac.experiments.data import DataError, Parts, load
 from xkfac.experiments.images import PictureParts, load_pictures
 from xkfac.experiments.recipe import Line, Recipe
-from xkfac.experiments.trees import find_tree
+from xkfac.experiments.trees import Tree, find_tree
 
 PartName = Literal["train", "validation", "test"]
 PARTS: tuple[PartName, ...] = ("train", "validation", "test")
@@ -59,31 +59,39 @@ def load_materials(
         if data.measure == "validation":
             loaded = replace(loaded, test=loaded.validation)
         return PermutedMaterials(loaded.to(place))
-    images, found = recipe.images, {}
-    where = Path(folder) if folder else None
-    for name, task in recipe.tasks.items():
-        if tasks is not None and name not in tasks:
-            continue
+    images, where = recipe.images, Path(folder).expanduser() if folder else None
+    asked = [name for name in recipe.tasks if tasks is None or name in tasks]
+    trees = {name: Tree.read(find_tree(recipe.tasks[name].tree, where)) for name in asked}
+    counts = {**(classes or {}), **{name: len(tree.classes) for name, tree in trees.items()}}
+    made = PictureMaterials(recipe, where, place, {}, counts)
+    made.check()  # before images are decoded, which can take hours
+    for name, tree in trees.items():
+        task = recipe.tasks[name]
         pictures = load_pictures(
-            find_tree(task.tree, where),
+            tree,
             pixels=images.pixels,
             resize=task.resize,
             validation=images.validation,
             limit=task.limit or None,
-            parts=tuple(parts),
+            parts=_needed(recipe, name, parts),
             workers=workers,
             progress=progress,
         )
         if images.measure == "validation":
             pictures = replace(pictures, test=pictures.validation)
-        found[name] = pictures.to(place)
-    made = PictureMaterials(recipe, where, place, found, {**(classes or {}), **_counts(found)})
-    made.check()
+        made.parts[name] = pictures.to(place)
     return made
 
 
-def _counts(found: Mapping[str, PictureParts]) -> dict[str, int]:
-    return {name: len(parts.classes) for name, parts in found.items()}
+def _needed(recipe: Recipe, task: str, parts: Sequence[PartName]) -> list[PartName]:
+    """Return those parts of a task that some job looks at; the source is not trained on, and can be large."""
+    assert recipe.images is not None
+    measured = recipe.images.measure == "validation"
+    held_out = any(line.calibrated or line.consolidate == "validation" for line in recipe.lines.values())
+    useless = {"test"} if measured else set()
+    if task == next(iter(recipe.tasks)) and not measured and not held_out:
+        useless.add("validation")
+    return [part for part in parts if part not in useless]
 
 
 @dataclass
@@ -128,10 +136,16 @@ class PictureMaterials:
 
     def _weights(self, name: str) -> str | Path:
         """Return a weights file: as it is named, or in the data folder."""
-        if name == DOWNLOAD or Path(name).is_absolute():
-            return name
-        folder = self.folder or (Path(os.environ["XKFAC_DATA"]) if os.environ.get("XKFAC_DATA") else None)
-        return name if folder is None else folder / name
+        path = Path(name).expanduser()
+        if is_download(name) or path.is_absolute():
+            return name if is_download(name) else path
+        folder = self.folder or os.environ.get("XKFAC_DATA")
+        if not folder:
+            raise DataError(
+                f"the weights '{name}' need a folder: name the one they are in with --data FOLDER or in the variable "
+                "XKFAC_DATA, or give an absolute path"
+            )
+        return Path(folder).expanduser() / path
 
     def course(self, line: Line, seed: int) -> PictureCourse:
         """Return the tasks of a job in the order of its repeat."""
@@ -143,8 +157,21 @@ class PictureMaterials:
                     f"batch is {line.batch}, but task '{name}' has {len(parts.train)} training images; choose a "
                     "smaller one"
                 )
+            _check_held_out(line, name, len(parts.validation), calibrated=name == next(iter(self.recipe.tasks)))
         augmentations = {
             name: Augmentation(images.pixels, (task.scale[0], task.scale[1]), flip=task.flip)
             for name, task in self.recipe.tasks.items()
         }
         return PictureCourse(self.recipe.order(seed), self._network(seed), self.parts, augmentations, self.place)
+
+
+def _check_held_out(line: Line, task: str, count: int, *, calibrated: bool) -> None:
+    """Check that a part of `count` images is enough for what a line does with it; a part not loaded has none."""
+    if line.consolidate == "validation" and count == 1:
+        raise DataError(f"the curvature of task '{task}' cannot be estimated on one validation image; set more aside")
+    batches = count // min(line.batch, count) if count else 0
+    if calibrated and line.calibrated and min(batches, line.batches or batches) == 1:
+        raise DataError(
+            f"a calibration needs two batches of validation images and task '{task}' gives one, of {count}; choose a "
+            "smaller batch, or set more images aside or more batches"
+        )

@@ -16,13 +16,14 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from xkfac.experiments.drawing import SPREAD, Drawn, Key, Plot, Scale, multiples, whole_ticks
+from xkfac.experiments.drawing import SPREAD, Drawn, Key, Plot, Scale, multiples, shortened, whole_ticks
 from xkfac.experiments.results import Spread, spread
 from xkfac.experiments.styles import PALETTE, Style, swatch
-from xkfac.experiments.tables import Entry, spread_cells
+from xkfac.experiments.tables import Entry, printable, spread_cells
 
 _MATRIX, _TRAINING = (190, 190), (330, 200)
 _CELLS_WITH_NUMBERS = 6
+_NAMED = 12  # tasks whose names an axis has room for
 _COLOURS = colormaps["viridis"]
 _TICKS = (20, 50, 80, 90, 95, 98)
 _LONG = 15  # tasks from which on epochs are too dense to be read one by one
@@ -38,7 +39,7 @@ def draw_matrices(key: str, lines: Sequence[Entry], folder: Path) -> Drawn:
     ends = (10.0 * math.floor(low / 10), min(100.0, math.floor(high) + 1.0))
 
     def fill(axes: Axes, position: int) -> None:
-        _draw_matrix(axes, matrices[position], ends)
+        _draw_matrix(axes, matrices[position], ends, lines[position].order)
 
     title = "Accuracy on every task"
     note = (
@@ -46,13 +47,16 @@ def draw_matrices(key: str, lines: Sequence[Entry], folder: Path) -> Drawn:
         "task. A column that darkens downwards is a task that is being forgotten. The scale is that of the "
         "logarithm of the error, so that small differences near 100% show beside lines that forget all."
     )
+    named = any(entry.order for entry in lines)
+    if any(entry.images and not entry.order for entry in lines):
+        note += " Repeats met the tasks in different orders: where tasks have numbers, they are places in the order."
     alts = [_matrix_alt(entry, means) for entry, means in zip(lines, matrices, strict=True)]
     rows = [
-        [entry.name, entry.label, after, task, *spread_cells(value)]
+        [entry.name, entry.label, after, task, *spread_cells(value), *([_name(entry, task)] if named else [])]
         for entry, of in zip(lines, cells, strict=True)
         for after, task, value in of
     ]
-    header = ["line", "label", "after_task", "task", *SPREAD]
+    header = ["line", "label", "after_task", "task", *SPREAD, *(["name"] if named else [])]
     plot = Plot(key, title, note, "Heat maps of accuracy. " + " ".join(alts), header, rows)
     ticks = {tick: _shade(tick, ends) for tick in sorted({*ends, *(t for t in _TICKS if ends[0] < t < ends[1])})}
 
@@ -92,6 +96,11 @@ def _cells(entry: Entry) -> list[tuple[int, int, Spread]]:
     return found
 
 
+def _name(entry: Entry, task: int) -> str:
+    """Return the name of a task, counted from 1, where all repeats of a line have it at this place."""
+    return entry.order[task - 1] if entry.order else ""
+
+
 def _matrix_alt(entry: Entry, means: np.ndarray[Any, Any]) -> str:
     last = means[-1]
     return (
@@ -100,17 +109,25 @@ def _matrix_alt(entry: Entry, means: np.ndarray[Any, Any]) -> str:
     )
 
 
-def _draw_matrix(axes: Axes, means: np.ndarray[Any, Any], ends: tuple[float, float]) -> None:
+def _draw_matrix(
+    axes: Axes, means: np.ndarray[Any, Any], ends: tuple[float, float], names: Sequence[str] | None
+) -> None:
     size = len(means)
     edge = (0.5, size + 0.5, size + 0.5, 0.5)
     image = np.ma.masked_invalid(_shade(means, ends))
     axes.imshow(image, cmap=_COLOURS, vmin=0, vmax=1, extent=edge, interpolation="none", aspect="equal")
-    axes.set_xlabel("task", labelpad=2)
-    axes.set_ylabel("tasks learnt", labelpad=2)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, pad=2)
-    axes.set_xticks(whole_ticks(size, 5))
-    axes.set_yticks(whole_ticks(size, 5))
+    if names is not None and size <= _NAMED:
+        labels = [shortened(printable(name), 14) for name in names[:size]]
+        axes.set_xticks(range(1, size + 1), labels, rotation=35, ha="right", rotation_mode="anchor")
+        axes.set_yticks(range(1, size + 1), labels)
+        axes.set_ylabel("after learning", labelpad=2)
+    else:
+        axes.set_xticks(whole_ticks(size, 5))
+        axes.set_yticks(whole_ticks(size, 5))
+        axes.set_xlabel("task", labelpad=2)
+        axes.set_ylabel("tasks learnt", labelpad=2)
     if size <= _CELLS_WITH_NUMBERS:
         for (row, column), value in np.ndenumerate(means):
             if math.isfinite(value):

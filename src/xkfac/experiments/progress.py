@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from xkfac.experiments.folder import JobFolder, RunError, RunFolder
-from xkfac.experiments.recipe import JOINT, Line
+from xkfac.experiments.recipe import JOINT, Line, Recipe
 from xkfac.experiments.results import JobResult
 
 
@@ -45,8 +45,8 @@ class Standing:
         state = "complete" if done == len(results) else "running" if run.in_use() else "interrupted"
         latest = [curve[-1] for job in results if (curve := job.average_accuracy())]
         known = [value for value in latest if value is not None]
-        epochs = sum(epochs_of(run.recipe.lines[job.line]) for job in results)
-        passed = sum(epochs_of(run.recipe.lines[job.line]) if job.done else len(job.epochs) for job in results)
+        epochs = sum(epochs_of(run.recipe, job.line) for job in results)
+        passed = sum(epochs_of(run.recipe, job.line) if job.done else len(job.epochs) for job in results)
         accuracy = sum(known) / len(known) if known else None
         diverged = sum(job.diverged is not None for job in results)
         return cls(str(path), run.recipe.name, state, done, len(results), passed, epochs, accuracy, diverged)
@@ -68,9 +68,10 @@ class Standing:
         return asdict(self)
 
 
-def epochs_of(line: Line) -> int:
-    """Return the epochs of a whole job."""
-    stages = len(line.at or (line.tasks,)) if line.method == JOINT else line.tasks
+def epochs_of(recipe: Recipe, name: str) -> int:
+    """Return the epochs of a whole job of a line; the source of images is known from the start."""
+    line = recipe.lines[name]
+    stages = len(line.at or (line.tasks,)) if line.method == JOINT else line.tasks - (recipe.images is not None)
     return stages * line.epochs
 
 
@@ -121,10 +122,10 @@ class Display:
         for job in run.jobs():
             if job.path not in self._done and (result := job.result()).done:
                 self._done[job.path] = result
-        lines = run.recipe.lines
-        total = sum(epochs_of(lines[job.line]) for job in run.jobs())
+        recipe = run.recipe
+        total = sum(epochs_of(recipe, job.line) for job in run.jobs())
         passed = sum(
-            epochs_of(lines[job.line]) if job.path in self._done else len(job.result().epochs) for job in run.jobs()
+            epochs_of(recipe, job.line) if job.path in self._done else len(job.result().epochs) for job in run.jobs()
         )
         if self._first is None:
             self._first = passed

@@ -33,7 +33,18 @@ UNPROTECTED = (JOINT, SINGLE)
 
 _READING = ("interpretation", "recentre")
 _PENALISED_ONLY = (
-    *("damping", "strength", "calibrated", "balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
+    *(
+        "damping",
+        "strength",
+        "calibrated",
+        "steady",
+        "balance",
+        "balance_every",
+        "curvature",
+        "consolidate",
+        "batches",
+        "keep",
+    ),
     *_READING,
 )
 _PERCEPTRON_ONLY = ("norm", "widths", "at")
@@ -107,7 +118,8 @@ class Line:
     `single`, which trains a network of its own for each task.
     interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
     damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
-    held-out examples of the first task found.
+    held-out examples of the first task found. steady: take no learning rate above half of what is stable along the
+    penalty's stiffest direction.
     balance: adaptive alpha_s and alpha_t, updated every `balance_every` steps; C_t is the training loss at the end of
     the line whose method is `single`.
     curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}.
@@ -141,6 +153,7 @@ class Line:
     damping: float = 1e-4
     strength: float = 1.0
     calibrated: bool = False
+    steady: bool = False
     balance: bool = False
     balance_every: int = 10
     curvature: Mapping[str, Any] = field(default_factory=dict)

@@ -17,8 +17,9 @@ Row = Sequence[float]
 class JobResult:
     """What one job measured: one line of a recipe with one seed. Accuracies are percentages on the test parts.
 
-    tasks: the names of the tasks in their order. accuracy: after each task t the accuracies on tasks 0 to t; None where it was not measured, as for joint training.
-    before: the accuracy on each task just before it was learnt. untrained: that of the initial network.
+    tasks: the names of the tasks in their order. accuracy: after each task t the accuracies on tasks 0 to t; None where
+    it was not measured, as for joint training. before: the accuracy on each task just before it was learnt, without
+    those that the initial network knew. untrained: that of the initial network.
     epochs: for each epoch its task, epoch, lr, mean loss and penalty, validation accuracy. kept: the epoch of each task
     whose weights were kept. seconds: the time of each task. diverged: the task at which numbers ceased to be finite.
     """
@@ -64,8 +65,20 @@ class JobResult:
 
     def forward_transfer(self) -> float | None:
         """Return how much better than the initial network it is on tasks just before learning them, on average."""
-        pairs = list(zip(self.before, self.untrained, strict=False))[1:]
+        pairs = list(zip(self.before, self.untrained[self.known :], strict=False))[0 if self.known else 1 :]
         return statistics.fmean(a - b for a, b in pairs) if pairs else None
+
+    @property
+    def known(self) -> int:
+        """How many of its tasks the job did not learn: the initial network knew them."""
+        return max(len(self.accuracy) - len(self.before), 0)
+
+    def final(self) -> dict[str, float] | None:
+        """Return the accuracy on each task by its name after the last one, None before that or where it diverged."""
+        if self.diverged is not None or not self.tasks or len(self.accuracy) < len(self.tasks):
+            return None
+        row = self.accuracy[-1]
+        return None if row is None else dict(zip(self.tasks, row, strict=True))
 
     def learning_accuracy(self) -> float | None:
         """Return the accuracy on each task right after it was learnt, on average."""
@@ -113,18 +126,23 @@ class LineResults:
 
 @dataclass(frozen=True)
 class RunResults:
-    """All that a run has measured so far, with the recipe and where it ran."""
+    """All that a run has measured so far, with the recipe and where it ran.
+
+    folder: that of the run. others: those of the runs that were pooled with it.
+    """
 
     folder: str
     recipe: Recipe
     provenance: Mapping[str, Any]
     lines: Mapping[str, LineResults] = field(default_factory=dict)
+    others: Sequence[str] = ()
 
 
 def pooled(runs: Sequence[RunResults]) -> list[RunResults]:
     """Return runs of one recipe that differ in their seeds or lines as a single one, with the repeats of all of them.
 
-    Such runs have the same name and data, and a line that several have has the same settings in all, but other seeds.
+    Such runs have the same name and data, or images and tasks, and all are tuned or none is; a line that several have
+    has the same settings in all, but other seeds.
     """
     groups: list[list[RunResults]] = []
     for run in runs:
@@ -137,13 +155,19 @@ def pooled(runs: Sequence[RunResults]) -> list[RunResults]:
 
 
 def _poolable(a: RunResults, b: RunResults) -> bool:
-    if (a.recipe.name, a.recipe.data) != (b.recipe.name, b.recipe.data):
+    if _world(a) != _world(b):
         return False
     return all(
         a.recipe.lines[name] == b.recipe.lines[name]
         and {job.seed for job in a.lines[name].jobs}.isdisjoint(job.seed for job in b.lines[name].jobs)
         for name in a.lines.keys() & b.lines.keys()
     )
+
+
+def _world(run: RunResults) -> tuple[Any, ...]:
+    """Return what runs have in common whose repeats are of one experiment."""
+    recipe = run.recipe
+    return recipe.name, recipe.data, recipe.images, recipe.tasks, "tuning" in run.provenance
 
 
 def _as_one(runs: Sequence[RunResults]) -> RunResults:
@@ -169,4 +193,4 @@ def _as_one(runs: Sequence[RunResults]) -> RunResults:
     recipe = replace(first.recipe, lines=settings, figures=figures, repeats=repeats)
     keys = dict.fromkeys(key for run in runs for key in run.provenance)
     facts = {key: "; ".join(dict.fromkeys(str(run.provenance.get(key, "-")) for run in runs)) for key in keys}
-    return RunResults(first.folder, recipe, facts, lines)
+    return RunResults(first.folder, recipe, facts, lines, tuple(run.folder for run in runs[1:]))

@@ -95,14 +95,14 @@ def checked(
 
 
 def _decoding() -> Callable[[int, int], None]:
-    """Return a function that says now and then how many images are decoded."""
-    last = time.monotonic()
+    """Return a function that says now and then how many images are decoded, where that takes a while."""
+    last, told = time.monotonic(), False
 
     def tell(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > 2 or done == total:
+        nonlocal last, told
+        if time.monotonic() - last > 2 or (told and done == total):
             print(f"decoded {done:,} of {total:,} images", file=sys.stderr)
-            last = time.monotonic()
+            last, told = time.monotonic(), True
 
     return tell
 

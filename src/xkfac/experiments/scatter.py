@@ -22,6 +22,7 @@ from xkfac.experiments.drawing import Drawn, Key, Plot, multiples, shortened
 from xkfac.experiments.styles import INK, MARKERS, PALETTE, SOFT, Style, swatch
 from xkfac.experiments.tables import NOTHING, printable
 
+SCATTER = "Accuracy on the target against the average over tasks so far"
 _SIZE = (260, 230)
 _ROWS = {True: "with α", False: "without α"}  # noqa: RUF001, the paper's letter
 _RING: dict[str, Any] = {"color": INK, "linestyle": "none", "marker": "o", "markersize": 12, "markerfacecolor": "none"}
@@ -100,7 +101,7 @@ def _places(points: Sequence[Point]) -> list[tuple[bool, str]]:
     return [(balanced, task) for balanced in _ROWS if any(p.balanced is balanced for p in points) for task in tasks]
 
 
-def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = "") -> Drawn:
+def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = SCATTER) -> Drawn:
     """Draw target against average accuracy, a column a task, with alpha in the top row and without in the bottom row.
 
     Both panels of a column have the same axes. Settings that diverged are in the CSV file, and counted in the note.
@@ -128,7 +129,6 @@ def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = "
 
     labels = [printable(f"{task}, {_ROWS[balanced]}") for balanced, task in places]
     alts = [_alt(label, place, found) for label, place in zip(labels, places, strict=True)]
-    title = title or "Accuracy on the target against the average over tasks so far"
     header = [field.name for field in fields(Point)]
     alt = f"{title}. " + " ".join(alts)
     plot = Plot(key, title, _note(points), alt, header, [_cells(point) for point in points])

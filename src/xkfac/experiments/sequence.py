@@ -16,81 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xkfac.balance import Balance
+from xkfac.calibrating import calibrate
 from xkfac.errors import MemoryFileError, NotFiniteError
 from xkfac.experiments.courses import Course
 from xkfac.experiments.data import batches, stream
 from xkfac.experiments.folder import JobFolder, RunError, not_written
 from xkfac.experiments.recipe import JOINT, SINGLE, Line
-from xkfac.experiments.training import Batch, Examples, Pool, Stepper, make_optimizer
+from xkfac.experiments.stages import Batches, Progress, Stage, stages_of
+from xkfac.experiments.training import Examples, Pool, Stepper, make_optimizer
 from xkfac.experiments.turning import Turn
-from xkfac.calibrating import calibrate
-from xkfac.learner import Balance, Learner
+from xkfac.learner import Learner
 from xkfac.memory import Memory, consolidate
 
 CHECKPOINT_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A training from its first to its last epoch, after which `count` tasks are known.
-
-    It is on the next task; or, for `joint`, on the first `count` together, from scratch; or, for `single`, on the next
-    task with a network of its own.
-    """
-
-    count: int
-    kind: str = ""
-
-    @property
-    def task(self) -> int:
-        """The task that is new."""
-        return self.count - 1
-
-    @property
-    def tasks(self) -> range:
-        """The tasks that are trained on."""
-        return range(self.count) if self.kind == JOINT else range(self.task, self.count)
-
-    @property
-    def anew(self) -> bool:
-        """Whether it begins with the initial network."""
-        return self.kind in (JOINT, SINGLE)
-
-
-@dataclass
-class Progress:
-    """Where a job is: everything that a checkpoint holds beside tensors and memory.
-
-    singles: for networks of their own, the accuracy of each so far.
-    """
-
-    stage: int = 0
-    epoch: int = 0
-    best: float = -1.0
-    kept: int = -1
-    before: float | None = None
-    seconds: float = 0.0
-    diverged: bool = False
-    singles: list[float] = field(default_factory=list)
-
-    def next_stage(self) -> Progress:
-        """Return the beginning of the next stage."""
-        return Progress(stage=self.stage + 1, singles=self.singles)
-
-
-@dataclass
-class Batches:
-    """Batches of examples in an order [batches, N], made when they are asked for."""
-
-    examples: Examples
-    order: Tensor
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for index in self.order.to(self.examples.device):
-            yield self.examples.take(index)
 
 
 @dataclass
@@ -112,11 +51,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         line = self.line
-        self.stages = (
-            [Stage(count, JOINT) for count in (line.at or (line.tasks,))]
-            if line.method == JOINT
-            else [Stage(count, SINGLE if line.method == SINGLE else "") for count in range(1, line.tasks + 1)]
-        )
+        self.stages = stages_of(line)
         self.method = line.resolved_method()
         self._saved = time.monotonic()
         self._memory_file: str | None = None
@@ -226,11 +161,15 @@ class Sequence:
             yield Stepper(self.model, examples, make_optimizer(self.model, self.line.momentum), None, **options)
             return
         if self.progress.epoch == 0:
-            # Statistics are pooled over all examples, so large batches give the same and are faster.
+            # Statistics are pooled over all examples, so large batches give the same and are faster. They are of the
+            # examples as training draws them: with others the running statistics would leave the anchor at once.
+            examples.redraw(self.seed, stage.task, -1)
             with Learner(self.model, self.memory) as learner:
-                learner.begin(self.course.fixed(stage.task, "train").chunks())
+                learner.begin(examples.chunks())
         memory, inputs = self.memory, examples
-        if isinstance(examples, Pool):
+        if (
+            isinstance(examples, Pool) and self._device.type == "cpu"
+        ):  # on a GPU the product runs beside the forward pass
             self._turn = Turn.of(self.model, self.memory)
             if self._turn is not None:
                 memory, inputs = self._turn.memory, self._turn.pool(examples)
@@ -240,6 +179,9 @@ class Sequence:
         ) as learner:
             begun = {"begun": True, "balance": self._balance.state_dict() if self._balance else None}
             learner.load_state_dict(begun)
+            if line.steady and self.progress.epoch == 0:
+                first = line.learning_rate(stage.task, 0)
+                self.progress.rate = min(1.0, 0.5 * learner.stable_lr(line.momentum) / max(first, 1e-300))
             yield Stepper(self.model, inputs, make_optimizer(self.model, self.line.momentum), learner, **options)
         self._turn = self._balance = None
 
@@ -274,7 +216,7 @@ class Sequence:
 
     def _epoch(self, stepper: Stepper, stage: Stage) -> None:
         line, progress = self.line, self.progress
-        lr = line.learning_rate(0 if stage.anew else stage.task, progress.epoch)
+        lr = line.learning_rate(0 if stage.anew else stage.task, progress.epoch) * progress.rate
         stepper.examples.redraw(self.seed, stage.task, progress.epoch)
         order = self._order(stepper.examples, stage)
         if self._turn is None:

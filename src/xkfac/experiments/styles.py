@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure as Canvas
 from matplotlib.markers import MarkerStyle
 
-from xkfac.experiments.recipe import JOINT, Line
+from xkfac.experiments.recipe import UNPROTECTED, Line
 
 INK, SOFT, GRID = "#1c2126", "#5d6670", "#e1e5ea"
 # Okabe and Ito's colours, the pale ones darkened until they stand out from white by 3 to 1; a page may lighten them.
@@ -30,7 +30,7 @@ DASHES: dict[str, tuple[float, ...]] = {
     "kfac": (5.0, 2.2),
     "diagonal": (1.4, 1.6),
     "none": (7.0, 2.0, 1.4, 2.0),
-    JOINT: (1.0, 3.0),
+    "reference": (1.0, 3.0),
 }
 
 
@@ -63,8 +63,8 @@ def style_of(index: int, hue: int, line: Line) -> Style:
     """Return the style of a line: dashes tell the kind of curvature, colour and marker the line."""
     marker = MARKERS[index % len(MARKERS)]
     size = 6.0 * _SIZES.get(marker, 1.0)
-    if line.method == JOINT:
-        return Style(INK, DASHES[JOINT], marker, size + 1, hollow=True)
+    if line.method in UNPROTECTED:
+        return Style(INK, DASHES["reference"], marker, size + 1, hollow=True)
     method = line.resolved_method()
     kind = method.settings.kind if method.penalised else "none"
     return Style(PALETTE[hue % len(PALETTE)], DASHES.get(kind, ()), marker, size)

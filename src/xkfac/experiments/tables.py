@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from xkfac.experiments.recipe import JOINT, Line
+from xkfac.experiments.recipe import UNPROTECTED, Line
 from xkfac.experiments.results import JobResult, LineResults, RunResults, Spread, spread
 
 HUES = 7
@@ -27,7 +27,8 @@ class Entry:
 
     results: its jobs that have started, with what is not finite cut off. diverged: for each repeat that diverged, the
     tasks it had learnt before. index: its position among all entries, from which figures take its marker. hue: the
-    number of its colour; lines of one figure have different ones as long as there are enough.
+    number of its colour; lines of one figure have different ones as long as there are enough. images: whether the
+    tasks are images, which have names, and heads of their own.
     """
 
     index: int
@@ -39,11 +40,21 @@ class Entry:
     diverged: tuple[int, ...]
     repeats: int
     hue: int = 0
+    images: bool = False
 
     @property
     def reference(self) -> bool:
-        """Whether the line is joint training, which other lines are measured against and do not compete with."""
-        return self.line.method == JOINT
+        """Whether other lines are measured against the line and do not compete with it.
+
+        Such are joint training, and a network of its own for each task.
+        """
+        return self.line.method in UNPROTECTED
+
+    @property
+    def order(self) -> tuple[str, ...] | None:
+        """The names of tasks of images, where all repeats met them in one order."""
+        orders = {tuple(job.tasks) for job in self.results.jobs if job.tasks}
+        return next(iter(orders)) if self.images and len(orders) == 1 else None
 
     @property
     def reached(self) -> int:
@@ -89,33 +100,13 @@ class Column:
     digits: int = 2
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Average accuracy of one line in two runs after as many tasks as both reached.
-
-    difference: second less first. error: its standard error. low, high: Welch's 95% confidence interval; not a number
-    where a run has a single repeat.
-    """
-
-    name: str
-    label: str
-    runs: tuple[str, str]
-    tasks: int
-    first: Spread
-    second: Spread
-    difference: float
-    error: float
-    low: float
-    high: float
-
-
-def finite_part(job: JobResult, joint: bool = False) -> JobResult:
+def finite_part(job: JobResult, anew: bool = False) -> JobResult:
     """Return the job without the tasks from the one on where numbers ceased to be finite, which `diverged` then names.
 
-    A diverged network still predicts some class, so accuracies after that task can look like numbers. Joint training
-    starts anew for each number of tasks: what it measured before it diverged stands.
+    A diverged network still predicts some class, so accuracies after that task can look like numbers. Of a line that
+    starts anew, as joint training for each number of tasks, what was measured before it diverged stands.
     """
-    if joint and all(row is None or all(map(math.isfinite, row)) for row in job.accuracy):
+    if anew and all(row is None or all(map(math.isfinite, row)) for row in job.accuracy):
         return job
     cut = job.diverged
     for task, row in enumerate(job.accuracy):
@@ -124,9 +115,8 @@ def finite_part(job: JobResult, joint: bool = False) -> JobResult:
             break
     if cut is None:
         return job
-    return replace(
-        job, accuracy=job.accuracy[:cut], before=job.before[:cut], untrained=job.untrained[:cut], diverged=cut
-    )
+    before = job.before[: max(cut - job.known, 0)]
+    return replace(job, accuracy=job.accuracy[:cut], before=before, untrained=job.untrained[:cut], diverged=cut)
 
 
 def started(job: JobResult) -> bool:
@@ -156,11 +146,12 @@ def entries(runs: Sequence[RunResults]) -> list[Entry]:
     for run, run_name in zip(runs, run_names(runs), strict=True):
         for name, line in run.recipe.lines.items():
             planned = run.lines.get(name, LineResults(name)).jobs
-            jobs = [finite_part(job, line.method == JOINT) for job in planned if started(job)]
+            jobs = [finite_part(job, line.method in UNPROTECTED) for job in planned if started(job)]
             diverged = tuple(sorted(job.diverged for job in jobs if job.diverged is not None))
             results = LineResults(name, jobs)
             label = printable(line.label or name)
-            found.append(Entry(len(found), run_name, name, label, line, results, diverged, len(planned)))
+            entry = Entry(len(found), run_name, name, label, line, results, diverged, len(planned))
+            found.append(replace(entry, images=run.recipe.images is not None))
     found = _coloured(found, zip(runs, run_names(runs), strict=True))
     in_run = Counter((entry.run, entry.label) for entry in found)
     found = [replace(e, label=f"{e.label} ({e.name})") if in_run[e.run, e.label] > 1 else e for e in found]
@@ -175,7 +166,7 @@ def _coloured(found: list[Entry], runs: Iterable[tuple[RunResults, str]]) -> lis
     for entry in found:
         key = (entry.run, entry.name)
         beside = Counter(hues[other] for figure in figures if key in figure for other in figure & hues.keys())
-        # Joint training is drawn in ink, and takes no colour from others.
+        # References are drawn in ink, and take no colour from others.
         hues[key] = HUES if entry.reference else min(range(HUES), key=lambda hue: (beside[hue], hue))
     return [replace(entry, hue=hues[entry.run, entry.name]) for entry in found]
 
@@ -207,7 +198,7 @@ def summary(runs: Sequence[RunResults]) -> list[SummaryRow]:
 def _row(entry: Entry) -> SummaryRow:
     reached = entry.reached
     averages = dict(entry.curve(JobResult.average_accuracy))
-    # Joint training learns no task after another: where it has all rows, they must not be read as if it did.
+    # References learn no task after another: where they have all rows, they must not be read as if they did.
     in_sequence = [] if entry.reference else entry.results.jobs
     furthest = LineResults(entry.name, [job for job in in_sequence if reached and tasks_measured(job) == reached])
     return SummaryRow(
@@ -220,7 +211,8 @@ def _row(entry: Entry) -> SummaryRow:
         final=averages.get(reached),
         forgetting=furthest.scalar(lambda job: job.forgetting()[reached - 1]),
         backward_transfer=furthest.scalar(JobResult.backward_transfer),
-        forward_transfer=furthest.scalar(_finite(JobResult.forward_transfer)),
+        # A head that is still to be trained says nothing of what the network knows already.
+        forward_transfer=None if entry.images else furthest.scalar(_finite(JobResult.forward_transfer)),
         learning_accuracy=furthest.scalar(JobResult.learning_accuracy),
         seconds=entry.results.scalar(_seconds),
         notes=notes(entry),
@@ -277,7 +269,7 @@ def _checkpoint(count: int) -> Column:
 def best(column: Column, rows: Sequence[SummaryRow]) -> set[int]:
     """Return the positions of the rows whose value of a column is the best, as far as its digits show.
 
-    Joint training is no competitor, and neither are lines with diverged repeats or with fewer tasks than others.
+    References are no competitors, and neither are lines with diverged repeats or with fewer tasks than others.
     """
     most = max((row.reached for row in rows), default=0)
     values = {
@@ -354,50 +346,6 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     writer.writerow(header)
     writer.writerows(rows)
     return buffer.getvalue()
-
-
-def compare(runs: Sequence[RunResults]) -> list[Comparison]:
-    """Return how lines that several runs have differ: each later run against the first that has the line."""
-    by_name: dict[str, list[Entry]] = {}
-    for entry in entries(runs):
-        by_name.setdefault(entry.name, []).append(entry)
-    pairs = [(same[0], other) for same in by_name.values() for other in same[1:]]
-    found = (_comparison(first, second) for first, second in pairs)
-    return [comparison for comparison in found if comparison is not None]
-
-
-def _comparison(first: Entry, second: Entry) -> Comparison | None:
-    one, two = (dict(entry.curve(JobResult.average_accuracy)) for entry in (first, second))
-    common = max(one.keys() & two.keys(), default=0)
-    if not common:
-        return None
-    a, b = one[common], two[common]
-    error, margin = welch(a, b)
-    difference = b.mean - a.mean
-    return Comparison(
-        name=first.name,
-        label=printable(first.line.label or first.name),
-        runs=(first.run, second.run),
-        tasks=common,
-        first=a,
-        second=b,
-        difference=difference,
-        error=error,
-        low=difference - margin,
-        high=difference + margin,
-    )
-
-
-def welch(a: Spread, b: Spread, level: float = 0.95) -> tuple[float, float]:
-    """Return the standard error of a difference of means and half of Welch's confidence interval."""
-    from scipy.special import stdtrit  # type: ignore[import-untyped]  # here: the rest of the module needs no scipy
-
-    parts = [value.deviation**2 / value.count for value in (a, b)]
-    error = math.sqrt(sum(parts))
-    if math.isnan(error) or error == 0:
-        return error, error
-    freedom = sum(parts) ** 2 / sum(part**2 / (v.count - 1) for part, v in zip(parts, (a, b), strict=True))
-    return error, error * float(stdtrit(freedom, (1 + level) / 2))
 
 
 def printable(text: str) -> str:

@@ -33,7 +33,7 @@ class Examples(Protocol):
         """Draw anew what is random about the examples, fixed by `key`: seed, task, epoch."""
 
     def chunks(self) -> Iterable[Batch]:
-        """Return all of them, nothing random about them, in large batches that statistics are taken of."""
+        """Return all of them, as they were drawn last, in large batches that statistics are taken of."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.folder import RunFolder
+from xkfac.experiments.folder import RunError, RunFolder
 from xkfac.experiments.materials import Materials, load_materials
-from xkfac.experiments.recipe import Recipe
+from xkfac.experiments.recipe import SINGLE, Recipe
 from xkfac.experiments.sequence import CHECKPOINT_SECONDS, Sequence
 
 Work = Callable[[dict[str, Any]], None]
@@ -89,9 +89,23 @@ def run_job(run: RunFolder, name: str, seed: int, materials: Materials, checkpoi
         materials.course(line, seed),
         run.job(name, seed),
         checkpoint_seconds,
-        floors=run.floors(seed) if line.balance else {},
+        floors=_floors(run, name, seed),
         autocast=autocast_of(run.recipe),
     ).run()
+
+
+def _floors(run: RunFolder, name: str, seed: int) -> dict[str, float]:
+    """Return C_t by task for a line whose losses are balanced, from jobs that have ended; else nothing."""
+    lines = run.recipe.lines
+    if not lines[name].balance:
+        return {}
+    for other, line in lines.items():
+        if line.method == SINGLE and not run.job(other, seed).result().done:
+            raise RunError(
+                f"line '{name}' balances its losses by those of '{other}', whose job with seed {seed} has not ended; "
+                "run that line first"
+            )
+    return run.floors(seed)
 
 
 def autocast_of(recipe: Recipe) -> torch.dtype | None:

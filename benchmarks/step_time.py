@@ -1,0 +1,100 @@
+"""What a penalised training step costs beside a plain one: a network for images, its step captured as a CUDA graph.
+
+    python benchmarks/step_time.py --device cuda [--model resnet18] [--pixels 64] [--batch 32] [--output results/step-time]
+
+Weights and pictures are made up, since times do not depend on them. All steps are of one process and take turns, a round
+of some steps each; the median over rounds counts, as a ratio to the plain step. On the CPU steps are not captured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import keep, provenance
+
+import xkfac
+from xkfac.experiments.augmentation import Augmentation
+from xkfac.experiments.backbones import ManyHeaded, make_backbone
+from xkfac.experiments.courses import PicturePool
+from xkfac.experiments.data import batches, stream
+from xkfac.experiments.images import Pictures
+from xkfac.experiments.training import Stepper, make_optimizer
+
+METHODS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "K-FAC": {"method": "kfac"},
+    "XK-FAC": {"method": "xkfac"},
+    "XK-FAC, the paper's form": {"method": "xkfac", "form": "paper"},
+    "XK-FAC, hierarchical": {"method": "xkfac", "grouping": "hierarchical"},
+    "EWC": {"method": "ewc"},
+    "fixed BN": {"method": "fixed-bn"},
+}
+
+
+def network(options: argparse.Namespace) -> ManyHeaded:
+    net = make_backbone(options.model, {"source": 100, "target": 200}, stem=options.stem, seed=0).to(options.device)
+    net.to(memory_format=torch.channels_last)
+    return net
+
+
+def stepper(options: argparse.Namespace, pictures: Pictures, method: dict[str, Any] | None) -> Stepper:
+    """Return the steps of a method on the target; its memory is of a few batches."""
+    net, augmentation, learner = network(options), Augmentation(options.pixels, (0.5, 1.0)), None
+    if method is not None:
+        plain = PicturePool(pictures, augmentation, False)
+        order = batches(len(pictures), options.batch, seed=0, task=0, epoch=-1)[:2].to(options.device)
+        net.enter("source")
+        memory = xkfac.consolidate(net, [plain.take(index) for index in order], exclude=["heads.*"], draws=1, **method)
+        learner = xkfac.Learner(net, memory)
+        learner.load_state_dict({"begun": True, "balance": None})
+    net.enter("target")
+    pool = PicturePool(pictures, augmentation, True)
+    pool.redraw(0, 0, 0)
+    autocast = torch.bfloat16 if options.precision == "bfloat16" else None
+    return Stepper(net, pool, make_optimizer(net, 0.9), learner, autocast=autocast)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("results/step-time"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--stem", default="small", choices=["standard", "small"])
+    parser.add_argument("--pixels", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--precision", default="bfloat16", choices=["float32", "tf32", "bfloat16"])
+    parser.add_argument("--steps", type=int, default=64, help="of a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="NAME")
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision != "float32"
+    record = {**provenance(), "options": {key: str(value) for key, value in vars(options).items() if key != "output"}}
+    count, side, generator = options.steps * options.batch, options.pixels, stream("step time")
+    pictures = Pictures(
+        torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator),
+        torch.randint(0, 100, (count,), generator=generator),
+    ).to(options.device)
+    order = batches(count, options.batch, seed=0, task=0, epoch=0)
+    steppers = {name: stepper(options, pictures, METHODS[name]) for name in options.methods}
+    seconds: dict[str, list[float]] = {name: [] for name in steppers}
+    for turn in range(options.rounds + 1):
+        for name, each in steppers.items():
+            start = time.perf_counter()
+            each.epoch(order, 1e-4)
+            if turn:  # the first captures the graph
+                seconds[name].append((time.perf_counter() - start) / len(order))
+    plain = statistics.median(seconds["plain"])
+    lines = ["| step | milliseconds | ratio to plain |", "|---|---|---|"]
+    for name, values in seconds.items():
+        middle = statistics.median(values)
+        lines.append(f"| {name} | {1000 * middle:.3f} | {middle / plain:.2f} |")
+    keep(options.output, record, seconds, "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What commands write: tables, JSON, progress, and the report that ends a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from xkfac.experiments.results import RunResults
+
+
+def print_json(value: Any) -> None:
+    """Write a value to standard output as JSON."""
+    print(json.dumps(_plain(value), allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: null in place of numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def console() -> Console:
+    """Return the console of results; what goes elsewhere than to a terminal is not fitted into its width."""
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 500)
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Write a table to standard output, below a line of heads."""
+    table = Table(*map(escape, head), box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console().print(table)
+
+
+def tell(quiet: bool, text: str) -> None:
+    """Say something beside the results, unless asked to be quiet."""
+    if not quiet:
+        Console(stderr=True, soft_wrap=True).print(escape(text))
+
+
+def watching(quiet: bool) -> Console | None:
+    """Return the console on which progress is shown, or None for none."""
+    return None if quiet else Console(stderr=True)
+
+
+@contextmanager
+def interruptible(folder: Path) -> Iterator[None]:
+    """Have an interrupt of the work on a run say how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (folder / "run.json").exists():
+            tell(False, f"interrupted; go on with: xkfac resume {shlex.quote(str(folder))}")
+        raise
+
+
+def finish(folders: list[Path], output: Path, as_json: bool) -> None:
+    """Write the report of runs and show the table and where things are."""
+    from xkfac.experiments import results
+    from xkfac.experiments.report import write_report
+    from xkfac.experiments.results import pooled
+
+    runs = pooled([results(folder) for folder in folders])
+    page = write_report(runs, output)
+    figures = [str(path) for path in sorted((output / "figures").glob("*.png"), key=lambda path: path.stem)]
+    if as_json:
+        jobs = {
+            f"{run.recipe.name}/{name}": [job.to_dict() for job in line.jobs]
+            for run in runs
+            for name, line in run.lines.items()
+        }
+        print_json({"report": str(page), "figures": figures, "jobs": jobs})
+        return
+    _print_results(runs)
+    lines = ["", "accuracy in %, mean ± standard deviation over repeats"]
+    lines += [f"figure: {figure}" for figure in figures[:1]]
+    print("\n".join((*lines, f"report: {page}")))
+
+
+def _print_results(runs: Sequence[RunResults]) -> None:
+    """Show accuracies task by task of runs of images, and the course over tasks of the others."""
+    from xkfac.experiments.image_tables import image_tables, tables_text
+    from xkfac.experiments.tables import run_names, summary_text
+
+    others = []
+    for run, name, tables in zip(runs, run_names(runs), image_tables(runs), strict=True):
+        if tables is None:
+            others.append(run)
+            continue
+        accuracies, shares = tables_text(tables)
+        print(f"{name}\n\n{accuracies}" if len(runs) > 1 else accuracies)
+        if shares:
+            print_table(*_head_and_rows(shares))
+            print()
+    if others:
+        print_table(*_head_and_rows(summary_text(others)))
+
+
+def _head_and_rows(table: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    return table[0], table[1:]

@@ -1,0 +1,190 @@
+"""Commands that work: they train, choose and measure, and leave a run with its report, or a source network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from xkfac.commands.arguments import (
+    AsJson,
+    DataFolder,
+    Device,
+    Download,
+    Jobs,
+    LineNames,
+    Quiet,
+    RecipeName,
+    RecipeSettings,
+    RunPath,
+)
+from xkfac.commands.output import finish, interruptible, print_json, print_table, tell, watching
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="The folder for the run and its report.")] = Path("demo-output"),
+    jobs: Jobs = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the demo on scikit-learn's digits: a table, a figure and a report, in a few minutes.
+
+    A demo that was interrupted is gone on with; one that is there already is shown again.
+    """
+    from xkfac.experiments import results, resume, start
+
+    run = output / "run"
+    if (run / "run.json").exists():
+        found = results(run)
+        if not all(job.done for line in found.lines.values() for job in line.jobs):
+            tell(quiet or as_json, f"going on with '{run}'")
+            _with_progress(run, quiet or as_json, lambda show: resume(run, jobs=jobs, show=show))
+        else:
+            tell(quiet or as_json, f"'{run}' is complete; remove '{output}' to run the demo again")
+    else:
+        _with_progress(run, quiet or as_json, lambda show: start("demo", run, jobs=jobs, device="cpu", show=show))
+    finish([run], output, as_json)
+
+
+def run(
+    recipe: RecipeName,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The folder of the run; by default runs/RECIPE.")
+    ] = None,
+    settings: RecipeSettings = None,
+    lines: LineNames = None,
+    jobs: Jobs = None,
+    device: Device = "auto",
+    data: DataFolder = None,
+    download: Download = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a recipe in a new folder; interrupt it at will, and go on with `xkfac resume`."""
+    from xkfac.experiments import load_recipe, start
+
+    made = load_recipe(recipe, settings or ())
+    folder = output or Path("runs") / made.name
+    _with_progress(
+        folder,
+        quiet or as_json,
+        lambda show: start(
+            made, folder, lines=lines or (), jobs=jobs, device=device, data=data, download=download, show=show
+        ),
+    )
+    finish([folder], folder / "report", as_json)
+
+
+def resume(run: RunPath, jobs: Jobs = None, quiet: Quiet = False, as_json: AsJson = False) -> None:
+    """Go on with a run that was interrupted; its numbers are those of an unbroken run."""
+    from xkfac.experiments import resume as go_on
+    from xkfac.experiments.folder import RunFolder
+
+    if "tuning" in RunFolder.open(run).facts:
+        from xkfac.experiments.tuning import go_on as go_on_tuning
+
+        _tuned(run, quiet, as_json, lambda show: go_on_tuning(RunFolder.open(run), jobs=jobs, show=show))
+        return
+    _with_progress(run, quiet or as_json, lambda show: go_on(run, jobs=jobs, show=show))
+    finish([run], run / "report", as_json)
+
+
+def tune(
+    recipe: RecipeName,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The folder, new or begun; by default runs/RECIPE-tuned."),
+    ] = None,
+    settings: RecipeSettings = None,
+    lines: LineNames = None,
+    jobs: Jobs = None,
+    device: Device = "auto",
+    data: DataFolder = None,
+    download: Download = False,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="A database or a journal file for Optuna; by default a journal in the folder."
+        ),
+    ] = None,
+    scatter: Annotated[
+        bool, typer.Option(help="Keep the weights of every trial until all is chosen, and measure them too.")
+    ] = True,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Choose the learning rate and damping of every task from the grids of a recipe, without source data.
+
+    Task by task, the setting with the best accuracy on the validation split of the target alone is chosen. Several
+    processes and machines can work on one folder. Interrupt it at will; the same command, or `xkfac resume`, goes on.
+    """
+    from xkfac.experiments import load_recipe
+    from xkfac.experiments.tuning import tune as choose
+
+    made = load_recipe(recipe, settings or ())
+    folder = output or Path("runs") / f"{made.name}-tuned"
+    where: dict[str, Any] = {"device": device, "data": data, "download": download, "storage": storage}
+    _tuned(
+        folder,
+        quiet,
+        as_json,
+        lambda show: choose(made, folder, lines=lines or (), jobs=jobs, scatter=scatter, show=show, **where),
+    )
+
+
+def pretrain(
+    tree: Annotated[str, typer.Argument(metavar="TREE", help="An image tree, a folder or a zip, in the data folder.")],
+    weights: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="The .safetensors file to write.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting, e.g. `epochs=30`, `stem=small`."),
+    ] = None,
+    task: Annotated[str, typer.Option(help="What the task is called.")] = "source",
+    data: DataFolder = None,
+    device: Device = "auto",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 1,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a source network on an image tree; interrupt it at will, the same command goes on."""
+    from xkfac.experiments.pretrainer import Pretraining
+    from xkfac.experiments.pretraining import Epoch
+    from xkfac.experiments.pretraining import pretrain as train
+    from xkfac.experiments.toml import settings_of
+
+    silent = quiet or as_json
+
+    def show(epoch: Epoch) -> None:
+        held_out = "" if epoch.validation is None else f", validation {epoch.validation:.2f}%"
+        tell(silent, f"epoch {epoch.epoch}/{epoch.epochs}: loss {epoch.loss:.4f}{held_out}, {epoch.seconds:.1f} s")
+
+    made = settings_of(Pretraining, settings or ())
+    found = train(tree, weights, made, task=task, folder=data, device=device, workers=workers, progress=show)
+    if as_json:
+        print_json({"weights": str(found.weights), "validation": found.validation, "test": found.test})
+        return
+    print(f"{len(found.classes)} classes, {found.test:.2f}% on the test part\nweights: {found.weights}")
+
+
+def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> None:
+    """Do the work of a run with live progress; an interrupt says how to go on."""
+    from xkfac.experiments.progress import Display
+
+    with interruptible(folder), Display(watching(quiet)) as display:
+        work(display.show)
+
+
+def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any]) -> None:
+    """Do the work of a tuning with live progress, say what was chosen and why, and write the report."""
+    from xkfac.experiments.tuning import COLUMNS, TuningDisplay
+
+    with interruptible(folder), TuningDisplay(watching(quiet or as_json)) as display:
+        found = work(display.show)
+    if as_json:
+        print_json({"choices": str(folder / "choices.json"), "chosen": [each.to_dict() for each in found]})
+        return
+    print_table(COLUMNS, [each.cells() for each in found])
+    print(f"\nchosen by accuracy in % on the validation split of each target: {folder / 'choices.json'}\n")
+    finish([folder], folder / "report", as_json=False)

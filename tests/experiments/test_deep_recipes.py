@@ -1,0 +1,300 @@
+"""Recipes of images through the command: what cannot be run is said before it begins, what can be is run to its end."""
+
+import itertools
+import json
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torchvision import transforms
+
+from tests.experiments import made_up_images as small
+from tests.experiments.small_runs import assert_same
+from xkfac import cli
+from xkfac.experiments import report
+from xkfac.experiments.augmentation import Augmentation
+from xkfac.experiments.folder import RunFolder
+from xkfac.experiments.parsing import load_recipe
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "fine-grained.md"
+# torchvision's compiled operators do not load beside a CPU build of torch; its models do not need them.
+DECLARATIONS = """
+import torch
+if torch.version.cuda is None:
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XKFAC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("XKFAC_DATA", raising=False)
+
+
+@pytest.fixture
+def xkfac(monkeypatch, capfd):
+    """Run the command in this process; return its exit code and what it wrote to both outputs."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["xkfac", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as error:
+            code = error.code or 0
+        output = capfd.readouterr()
+        return code, output.out, output.err
+
+    return call
+
+
+@pytest.fixture
+def workers(tmp_path, monkeypatch):
+    """Have processes that run jobs import torchvision, and leave out reports, which take seconds."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(DECLARATIONS)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(report, "write_report", lambda runs, to: to / "report.html")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return small.make_data(tmp_path_factory.mktemp("deep") / "data")
+
+
+@pytest.fixture
+def data(made, tmp_path):
+    """A data folder that a test may spoil."""
+    return Path(shutil.copytree(made, tmp_path / "data"))
+
+
+# What cannot be run
+
+
+def no_pictures(data):
+    for path in (data / "birds/train/birds-2").iterdir():
+        path.unlink()
+
+
+def unreadable(data):
+    (data / "cars/test/cars-1/0001.png").write_bytes(b"\x89PNG and no more")
+
+
+def not_in_test(data):
+    shutil.rmtree(data / "birds/test/birds-3")
+
+
+def more_classes(data):
+    small.make_tree(data / "old", ["old-x"], train=6)
+
+
+def another_architecture(data):
+    small.save_source(small.make_backbone("resnet18", {"old": 5}, seed=0), data / "source.safetensors", "old", {})
+
+
+def no_weights(data):
+    (data / "source.safetensors").write_text("not weights at all")
+
+
+def missing_weights(data):
+    (data / "source.safetensors").rename(data / "sources.safetensors")
+
+
+def missing_tree(data):
+    (data / "cars").rename(data / "cats")
+
+
+def nothing(data):
+    """Leave the data as it is: the recipe is wrong."""
+
+
+WRONG = [
+    (no_pictures, [], ["class 'birds-2'", "has no pictures in 'train'"]),
+    (unreadable, [], ["'test/cars-1/0001.png'", "cannot be read as a picture"]),
+    (not_in_test, [], ["class 'birds-3'", "is in 'train' but not in 'test'"]),
+    (more_classes, [], ["has a classifier of 5 classes, and task 'old' has 6"]),
+    (another_architecture, [], ["source.safetensors' is not of 'timm:test_resnet'", "it looks like 'resnet18'"]),
+    (no_weights, [], ["source.safetensors' is no weights file"]),
+    (missing_weights, [], ["source.safetensors' does not exist"]),
+    (missing_tree, [], ["no pictures 'cars'", "did you mean 'cats'?"]),
+    (nothing, ["lines.fixed-bn.batch=13"], ["lines.fixed-bn: batch is 13", "task 'cars' has 12 training images"]),
+    (nothing, ["images.model=timm:test_resnt"], ["model 'timm:test_resnt' is not known", "timm:test_resnet"]),
+    (nothing, ["images.model=resnet51"], ["model 'resnet51' is not known", "near to it are resnet50"]),
+    (nothing, ['images.orders=[["cars", "cars"]]'], ["must name each target once (birds, cars)", "is cars, cars"]),
+    (nothing, ['images.orders=[["cars"]]'], ["must name each target once (birds, cars)"]),
+    (nothing, ["lines.calibrated.batch=6"], ["lines.calibrated: a calibration needs two batches", "gives one, of 10"]),
+    (nothing, ["lines.calibrated.batches=1"], ["lines.calibrated: a calibration needs two batches"]),
+    (nothing, ["images.validation=0.0"], ["lines.calibrated: consolidate needs a validation split"]),
+    (nothing, ["tasks.birds.scale=[0.5, 0.1]"], ["tasks.birds: scale must be two growing numbers"]),
+    (nothing, ["images.stem=small"], ["was trained with the stem 'standard'"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "settings", "parts"), WRONG, ids=[f"{spoil.__name__}{''.join(more)}" for spoil, more, _ in WRONG]
+)
+@pytest.mark.parametrize("command", ["run", "tune"])
+def test_what_cannot_be_run_is_one_sentence_before_anything_is_written(
+    xkfac, data, tmp_path, command, spoil, settings, parts
+):
+    spoil(data)
+    recipe, folder = tmp_path / "pictures.toml", tmp_path / "runs" / "run"
+    recipe.write_text(small.TEXT)
+    options = [word for setting in settings for word in ("-s", setting)]
+    code, out, err = xkfac(command, recipe, "-o", folder, "--data", data, "--device", "cpu", *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in err
+    assert not folder.parent.exists()
+
+
+def test_a_wrong_model_and_wrong_weights_are_found_before_images_are_decoded(xkfac, data, tmp_path, monkeypatch):
+    seen = small.decodings(monkeypatch)
+    recipe = tmp_path / "pictures.toml"
+    recipe.write_text(small.TEXT)
+    for setting in ("images.model=resnet51", "images.weights=none.safetensors"):
+        assert xkfac("run", recipe, "-o", tmp_path / "run", "--data", data, "-s", setting)[0] == 2
+    assert seen == []
+
+
+def test_without_a_data_folder_the_command_says_how_to_name_one(xkfac, data, tmp_path):
+    recipe = tmp_path / "pictures.toml"
+    recipe.write_text(small.TEXT)
+    code, _, err = xkfac("run", recipe, "-o", tmp_path / "run")
+    assert code == 2
+    assert "the pictures 'old' need a folder" in err
+    trees = [word for name in small.SIZES for word in ("-s", f"tasks.{name}.tree={data / name}")]
+    code, _, err = xkfac("run", recipe, "-o", tmp_path / "run", *trees)
+    assert code == 2
+    assert "the weights 'source.safetensors' need a folder" in err
+    assert not (tmp_path / "run").exists()
+
+
+# Jobs side by side
+
+
+def test_jobs_in_processes_of_their_own_give_the_numbers_of_jobs_one_after_the_other(xkfac, workers, data, tmp_path):
+    recipe = tmp_path / "pictures.toml"
+    recipe.write_text(small.TEXT)
+    lines = [word for name in ("balanced", "xkfac", "single") for word in ("--line", name)]
+    code, out, _ = xkfac(
+        *("run", recipe, "-o", tmp_path / "run", "--data", data, "--device", "cpu", "-j", 2, "-q"),
+        *("-s", "repeats=1", *lines),
+    )
+    assert code == 0
+    assert "report.html" in out
+    run = RunFolder.open(tmp_path / "run")
+    alone = small.finish(small.make_run(tmp_path / "alone", data, run.recipe))
+    for job in run.jobs():
+        assert_same(job, alone.job(job.line, job.seed))
+    assert run.facts["classes"] == small.SIZES
+
+
+# The paper's experiment at full scale
+
+
+def test_imagenet_to_fine_grained_is_the_paper_s_experiment():
+    made = load_recipe("imagenet-to-fine-grained")
+    assert (made.images.model, made.images.stem, made.images.pixels) == ("resnet50", "standard", 224)
+    assert sorted(made.images.orders) == sorted(itertools.permutations(("birds", "cars", "flowers")))
+    assert len({made.order(seed) for seed in made.seeds}) == 6
+    assert list(made.tasks) == ["imagenet", "birds", "cars", "flowers"]
+    rates, dampings = (0.1, 0.05, 0.02, 0.01), (1e-4, 5e-5, 2e-5, 1e-5)
+    table = {
+        "fixed-bn": (rates_of_fixed_bn := (0.02, 0.01, 0.005, 0.002), False),
+        "fixed-bn-alpha": (rates_of_fixed_bn, True),
+        **{"kfac": (rates, False), "kfac-alpha": (rates, True), "xkfac": (rates, False), "xkfac-alpha": (rates, True)},
+    }
+    assert set(made.lines) == {"single", *table}
+    for name, line in made.lines.items():
+        assert (line.epochs, line.batch, line.momentum, line.lr_end) == (100, 32, 0.9, 1e-4)
+        assert (line.learning_rate(1, 0), line.learning_rate(1, 99)) == (line.lr, pytest.approx(1e-4))
+        assert (line.tasks, line.early_stopping, line.strength, line.calibrated) == (4, False, 1.0, False)
+        if name == "single":
+            assert (line.method, dict(line.grid)) == ("single", {"lr": list(rates)})
+            continue
+        method = line.resolved_method()
+        assert (tuple(line.grid["lr"]), line.balance) == table[name]
+        assert tuple(line.grid["damping"]) == dampings
+        assert line.balance_every == 10
+        assert method.fixed_bn == name.startswith("fixed-bn")
+        assert name.startswith("fixed-bn") or (method.interpretation, method.recentre) == ("brn", True)
+        assert method.name == name.removesuffix("-alpha")
+    assert made.lines["xkfac"].resolved_method().settings.form == "paper"
+
+
+@pytest.mark.parametrize(
+    ("task", "stored", "cropped"), [("birds", 224, False), ("cars", 224, False), ("flowers", 256, True)]
+)
+def test_images_are_prepared_as_packnet_prepares_them(tmp_path, task, stored, cropped):
+    """Birds and cars are squashed to 224 x 224 and mirrored; flowers are resized to 256, and cropped to 224 at random."""
+    made = load_recipe("imagenet-to-fine-grained")
+    settings = made.tasks[task]
+    tree = small.make_tree(tmp_path / "tree", ["a", "b"], train=2, test=1, size=(330, 240))
+    parts = small.images.load_pictures(tree, pixels=224, resize=settings.resize, validation=0.0)
+    file = Image.open(tree / "train" / "a" / "0000.png")
+    steps = [transforms.Resize(256), transforms.CenterCrop(256)] if cropped else [transforms.Resize((224, 224))]
+    expected = transforms.Compose([*steps, transforms.PILToTensor()])(file)
+    assert parts.train.x.shape[1:] == (3, stored, stored)
+    assert torch.equal(parts.train.x[0], expected)
+    augmentation = Augmentation(224, settings.scale, flip=settings.flip)
+    draws = augmentation.draw((2000,), torch.Generator().manual_seed(0))
+    area, mirrored = draws[:, 2] * draws[:, 3], draws[:, 4] < 0
+    assert 0.45 < mirrored.double().mean() < 0.55
+    assert torch.equal(area, torch.ones(2000)) != cropped
+    if cropped:
+        assert (0.08 <= area.min() < 0.1) and (0.9 < area.max() <= 1)
+    centre = transforms.Compose([transforms.CenterCrop(224), transforms.ConvertImageDtype(torch.float32)])(expected)
+    normalise = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    torch.testing.assert_close(augmentation.plain(parts.train.x[:1])[0], normalise(centre), rtol=1e-5, atol=1e-5)
+
+
+def test_imagenet_to_fine_grained_runs_to_its_end_with_a_resnet_50(xkfac, workers, tmp_path):
+    data, folder = tmp_path / "data", tmp_path / "run"
+    for seed, name in enumerate(("imagenet", "cub_cropped", "cars_cropped", "flowers")):
+        part = "val" if name == "imagenet" else "test"
+        small.make_tree(data / name, ["a", "b"], train=3, test=1, size=(40, 36), seed=seed, test_name=part)
+    small.save_source(
+        small.make_backbone("resnet50", {"imagenet": 2}, seed=9), data / "own.safetensors", "imagenet", {}
+    )
+    settings = {
+        "repeats": 1,
+        "images.weights": "own.safetensors",
+        "images.pixels": 32,
+        "defaults.epochs": 1,
+        "defaults.batch": 2,
+        "defaults.batches": 1,
+        "defaults.tasks": 2,
+        "lines.single.grid": "{ lr = [0.01] }",
+        "lines.xkfac-alpha.grid": "{ lr = [0.01, 0.001], damping = [1e-4] }",
+        "lines.xkfac-alpha.curvature": '{ form = "paper", draws = 1 }',
+    }
+    options = [word for key, value in settings.items() for word in ("-s", f"{key}={value}")]
+    code, out, err = xkfac(
+        *("tune", "imagenet-to-fine-grained", "-o", folder, "--data", data, "--device", "cpu", "-j", 1, "-q"),
+        *("--line", "xkfac-alpha", "--line", "single", *options),
+    )
+    assert code == 0, err
+    choices = {each["line"]: each for each in json.loads((folder / "choices.json").read_text())}
+    assert choices.keys() == {"single", "xkfac-alpha"}
+    assert {each["task"] for each in choices.values()} == {"birds"}
+    assert choices["xkfac-alpha"]["trials"] == 2
+    assert choices["xkfac-alpha"]["lr"] in (0.01, 0.001)
+    run = RunFolder.open(folder)
+    for name in choices:
+        result = run.job(name, 0).result()
+        assert (result.done, result.diverged, result.tasks) == (True, None, ["imagenet", "birds"])
+        assert [len(row) for row in result.accuracy] == [1, 2]
+    assert run.job("xkfac-alpha", 0).result().epochs[0]["penalty"] > 0
+    assert run.facts["classes"] == {"imagenet": 2, "birds": 2, "cars": 2, "flowers": 2}
