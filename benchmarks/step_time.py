@@ -1,9 +1,9 @@
 """What a penalised training step costs beside a plain one: a network for images, its step captured as a CUDA graph.
 
-    python benchmarks/step_time.py --device cuda [--model resnet18] [--pixels 64] [--batch 32] [--output results/step-time]
+    python benchmarks/step_time.py --device cuda [--model resnet18] [--pixels 64] [--batch 32] [--output FOLDER]
 
-Weights and pictures are made up, since times do not depend on them. All steps are of one process and take turns, a round
-of some steps each; the median over rounds counts, as a ratio to the plain step. On the CPU steps are not captured.
+Weights and pictures are made up, since times do not depend on them. All steps are of one process and take turns, a
+round of some steps each; the median over rounds counts, as a ratio to the plain step. On the CPU nothing is captured.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="NAME")
     options = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision != "float32"
+    torch.set_float32_matmul_precision("highest" if options.precision == "float32" else "high")
+    torch.backends.cudnn.allow_tf32 = options.precision != "float32"
     record = {**provenance(), "options": {key: str(value) for key, value in vars(options).items() if key != "output"}}
     count, side, generator = options.steps * options.batch, options.pixels, stream("step time")
     pictures = Pictures(

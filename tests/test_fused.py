@@ -1,5 +1,7 @@
 """The penalty of a training step, gradients at once, against the same penalty by autograd and by differences."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -440,6 +442,52 @@ def test_gradients_of_a_parameter_of_several_units_add_up():
     assert one.grad.tolist() == [21.5] * 3
     assert two.grad.tolist() == [10.0] * 3
     assert three.grad.tolist() == [1.0] * 3
+
+
+class Images(nn.Module):
+    """Convolutions with BN, one alone with a bias, one with neither, grouped ones, and 1x1."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.two = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.Tanh())
+        self.three = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.Tanh())
+        self.grouped = nn.Sequential(nn.Conv2d(4, 6, (3, 1), groups=2), nn.BatchNorm2d(6), nn.Tanh())
+        self.plain = nn.Conv2d(6, 5, 2)
+        self.bare = nn.Conv2d(5, 4, 2, bias=False)
+        self.last = nn.Sequential(nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3))
+
+    def forward(self, x):
+        x = self.bare(torch.tanh(self.plain(self.grouped(self.three(self.two(self.one(x)))))))
+        return self.last(torch.tanh(x)).mean((2, 3))
+
+
+@pytest.mark.parametrize("row", [1, 8])
+@pytest.mark.parametrize("curvature", [name for name in CURVATURES if name != "cross-layer"])
+def test_where_channels_lie_last_in_memory_numbers_are_the_same_and_no_weight_is_copied(curvature, row, monkeypatch):
+    monkeypatch.setitem(ROW, "cpu", row)
+    torch.manual_seed(0)
+    net = randomise(Images()).double()
+    batches = [(x.double(), y) for x, y in data(3, 8, (3, 6, 6))]
+    made = estimate(net, batches, **CURVATURES[curvature])
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        other = copy.deepcopy(net).to(memory_format=layout)
+        penalty = Penalty(made.curvature, anchor_of(net, made.coverage.units), 0.1)
+        move(other)
+        fused = FusedPenalty(penalty, bind(other, made.coverage.units))
+        value, found = fused.value_and_gradients({}, 0.5)
+        results.append((value, {id(p): g for p, g in found}, other))
+        for parameter, gradient in found:
+            if parameter.dim() == 4 and layout is torch.channels_last and parameter is not other.bare.weight:
+                assert gradient.stride() == parameter.stride() or 1 in parameter.shape[1:]
+    (value, plain, one), (same, last, two) = results
+    torch.testing.assert_close(same, value, rtol=1e-12, atol=0)
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        if id(a) in plain:
+            torch.testing.assert_close(last[id(b)], plain[id(a)], rtol=1e-10, atol=1e-14)
+        else:
+            assert id(b) not in last
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -52,7 +52,7 @@ class FusedPenalty:
         size = max(each.end for each in self._groups)
         self._origin, self._moved = like.new_zeros(size), like.new_zeros(size)
         for one in members:
-            one.whole(self._origin).copy_(-penalty.anchor[one.name])
+            one.whole(self._origin).copy_(-one.arranged(penalty.anchor[one.name]))
         self._places = torch.cat(
             [one.bias_places() for one in (*self._merged, *self._plain)] or [torch.empty(0, dtype=torch.long)]
         ).to(like.device)
@@ -244,7 +244,8 @@ class FusedPenalty:
                 found += [None] * count
             else:
                 weight = each.weight(result.product)
-                found += (weight * (each.channels(scale) if each.role == "merged" else factor)).chunk(count)
+                gradient = weight * (each.channels(scale) if each.role == "merged" else factor)
+                found += [one.unflat(own) for one, own in zip(each.members, gradient.chunk(count), strict=True)]
         found += vectors.split(self._sizes)  # type: ignore[no-untyped-call]
         return [None if one is None else _as(one, want) for one, want in zip(found, wanted, strict=True)]
 

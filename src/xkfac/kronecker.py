@@ -349,9 +349,16 @@ def eigenbasis(left: Tensor, right: Tensor) -> Corrected:
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues, none negative, and eigenvectors of positive semi-definite matrices [..., F, F].
 
-    In float64: of factors of low rank, with their many equal eigenvalues, float32 may not converge.
+    In float64: of factors of low rank, with their many equal eigenvalues, float32 may not converge. Where float64 does
+    not either, the last digits of the diagonal are changed, which tells the eigenvalues apart.
     """
-    values, vectors = torch.linalg.eigh(matrix.double())
+    wide = matrix.double()
+    try:
+        values, vectors = torch.linalg.eigh(wide)
+    except RuntimeError:  # LinAlgError, a name that torch does not export
+        size = torch.linspace(1, 2, wide.shape[-1], dtype=wide.dtype, device=wide.device)
+        largest = wide.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+        values, vectors = torch.linalg.eigh(wide + torch.diag_embed(1e-13 * largest * size))
     return values.clamp(min=0).to(matrix.dtype), vectors.to(matrix.dtype)
 
 

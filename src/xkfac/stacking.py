@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from xkfac.curvature import Curvature
-from xkfac.kronecker import Block, Kronecker, assemble, parts
+from xkfac.kronecker import Block, Corrected, Diagonal, Kronecker, assemble, parts
 from xkfac.merging import BoundUnit
 
 _ALIGNMENT = 16  # numbers: where every group starts, as vectorised kernels like it
 
-# Of how many numbers a row of W~ has a multiple, zeros at its end. The homogeneous coordinate makes it odd, and then the
-# tensor cores of a GPU stand idle.
+# Of how many numbers a row of W~ has a multiple, zeros at its end. The homogeneous coordinate makes it odd, and then
+# the tensor cores of a GPU stand idle.
 ROW = {"cuda": 8}
 
 # The most columns of units whose factors are copied into a stack. A GPU has room to spare in products of that size and
@@ -29,6 +29,8 @@ class Member:
 
     role: `merged`, a layer with BN, or BN alone; `plain`, a layer with a bias; `whole`, what has one tensor as its W~.
     width: how far a row is from the next, a multiple of `row` numbers, of which those beyond `columns` are zero.
+    order: where a convolution's weight lies in memory with its channels last, the columns of W~ are in that order here,
+    so that no step has to copy it: column j is the former column order[j].
     """
 
     def __init__(self, bound: BoundUnit, row: int = 1) -> None:
@@ -40,11 +42,27 @@ class Member:
             self.role = "merged"
         elif bound.norm is None and bound.bias is not None:
             self.role = "plain"
+        self.order = _order(bound) if self.role != "whole" and bound.unit.kind == "conv" else None
+        self._kernel = () if self.order is None else tuple(bound.weight.shape[2:])
 
     @property
     def likeness(self) -> tuple[object, ...]:
         """What units of one group have in common."""
-        return self.role, self.bound.unit.kind == "norm", self.bound.unit.shape
+        return self.role, self.bound.unit.kind == "norm", self.bound.unit.shape, self._kernel
+
+    def flat(self, weight: Tensor) -> Tensor:
+        """Return a weight of the unit as a matrix [C, D], its columns in their order here."""
+        return (weight if self.order is None else weight.movedim(1, -1)).reshape(self.rows, -1)
+
+    def unflat(self, matrix: Tensor) -> Tensor:
+        """Return a matrix [C, D] as a tensor shaped as the unit's weight, where that is another order."""
+        if self.order is None:
+            return matrix
+        return matrix.reshape(self.rows, *self._kernel, -1).movedim(-1, 1)
+
+    def arranged(self, anchor: Tensor) -> Tensor:
+        """Return W~* [groups, rows, columns] with its columns in their order here."""
+        return anchor if self.order is None else anchor.index_select(2, self.order.to(anchor.device))
 
     def whole(self, flat: Tensor) -> Tensor:
         """Return W~ [groups, rows, columns]."""
@@ -97,7 +115,7 @@ class Group:
 
     def tall(self, weights: Sequence[Tensor | None]) -> Tensor | None:
         """Return the members' weights on top of each other, [members * C, D]; None where the units are BN alone."""
-        rows = [weight.reshape(self._one.rows, -1) for weight in weights if weight is not None]
+        rows = [self._one.flat(weight) for weight in weights if weight is not None]
         if not rows:
             return None
         return rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -127,7 +145,7 @@ class Products:
         self._joint, self._together = curvature.joint, [joint[name] for name in curvature.joint_units]
         for each in groups:
             alone = [one for one in each.members if one.name in curvature.blocks]
-            blocks = [curvature.blocks[one.name] for one in alone]
+            blocks = [_arranged(curvature.blocks[one.name], one.order) for one in alone]
             stacked = stack(blocks) if len(alone) == len(each.members) else None
             found = zip(blocks, alone, strict=True) if stacked is None else [(stacked, each)]
             self._parts += [(_padded(block, place.width), place) for block, place in found]
@@ -177,6 +195,32 @@ def stack(blocks: Sequence[Block]) -> Block | Stack | None:
     if len(blocks) == 1:
         return None
     return assemble(type(blocks[0]), {name: torch.cat([one[name] for one in named]) for name in named[0]})
+
+
+def _order(bound: BoundUnit) -> Tensor | None:
+    """Return the columns of W~ in the order of a weight that lies in memory with its channels last, or None."""
+    weight = bound.weight
+    if weight.is_contiguous() or not weight.movedim(1, -1).is_contiguous():
+        return None
+    columns = torch.arange(weight[0].numel()).view(weight.shape[1], -1).T.reshape(-1)
+    return torch.cat([columns, torch.arange(len(columns), len(columns) + bound.unit.homogeneous)])
+
+
+def _arranged(block: Block, order: Tensor | None) -> Block:
+    """Return a block of a unit whose columns are in another order."""
+    if order is None:
+        return block
+    order = order.to(next(iter(parts(block).values())).device)
+    if isinstance(block, Kronecker):
+        lefts = [term.left.index_select(2, order) for term in block.terms]
+        dense = [not (term.low_rank or term.diagonal) for term in block.terms]
+        lefts = [left.index_select(1, order) if whole else left for left, whole in zip(lefts, dense, strict=True)]
+        return Kronecker(tuple(replace(term, left=left) for term, left in zip(block.terms, lefts, strict=True)))
+    if isinstance(block, Diagonal):
+        return Diagonal(block.values.index_select(2, order))
+    assert isinstance(block, Corrected)
+    # The eigenvectors of the input factor are columns: their numbers take the new order, they themselves stay.
+    return replace(block, left=block.left.index_select(1, order))
 
 
 def _padded(block: Block | Stack, width: int) -> Block | Stack:

@@ -167,6 +167,9 @@ label = "XK-FAC"
 [lines.xkfac-alpha]
 label = "XK-FAC, alpha"
 balance = true
+[figures.accuracy]
+title = "Average accuracy"
+lines = ["xkfac-alpha", "xkfac", "kfac", "fixed-bn", "fine-tuning", "single"]
 """
 CEILINGS = {"tiny": 60.0, "birds": 50.0, "cars": 80.0, "flowers": 40.0}
 ORDERS = (("tiny", "birds", "cars", "flowers"), ("tiny", "flowers", "cars", "birds"))

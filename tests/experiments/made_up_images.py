@@ -114,6 +114,7 @@ balance = true
 balance_every = 2
 [lines.fixed-bn]
 method = "fixed-bn"
+lr = 2e-3
 [lines.calibrated]
 calibrated = true
 consolidate = "validation"
@@ -141,14 +142,21 @@ def make_data(folder, sizes=SIZES, model="timm:test_resnet"):
 
 
 def source_network(model, tasks):
-    """A network with no BN as a new one has it, where some scales are 0: what it is like after a training."""
+    """A network whose BN have scales other than 0 and statistics of what they meet, unlike those of a new one."""
     network = make_backbone(model, tasks, seed=99)
     generator = torch.Generator().manual_seed(1)
-    for name, tensor in network.state_dict().items():
-        if "running" in name or (tensor.dim() == 1 and name.startswith("trunk.")):
-            centre = 0.8 if name.endswith(("weight", "var")) else -0.1
-            tensor.copy_(torch.rand(tensor.shape, generator=generator) / 4 + centre)
-    return network
+    norms = [module for module in network.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    with torch.no_grad():
+        for norm in norms:
+            for tensor, least in ((norm.weight, 0.7), (norm.bias, -0.2)):
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) / 2 + least)
+            norm.momentum = None  # the mean over all batches
+        network.train()
+        for _ in range(2):
+            network(torch.randn(32, 3, 16, 16, generator=generator))
+    for norm in norms:
+        norm.momentum = 0.1
+    return network.eval()
 
 
 def short_calibrations():

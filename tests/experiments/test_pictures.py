@@ -185,18 +185,19 @@ def test_without_orders_targets_are_learnt_as_they_are_listed():
 
 
 def test_losses_are_balanced_by_the_last_training_loss_of_the_single_network_of_the_seed(data, loaded, tmp_path):
-    run = small.finish(small.make_run(tmp_path / "run", data), "single", "balanced", seeds=(4, 5))
+    run, line = small.finish(small.make_run(tmp_path / "run", data), "single", seeds=(4, 5)), LINES["balanced"]
+    floors = {}
     for seed in (4, 5):
-        single = [event for event in told(run.job("single", seed)) if event["event"] == "epoch"]
-        order = run.recipe.order(seed)
-        floors = {order[event["task"]]: event["loss"] for event in single if event["epoch"] == 1}
-        assert floors.keys() == {"birds", "cars"}
-        assert run.floors(seed) == floors
-        line = LINES["balanced"]
-        for name, other, same in (("same", floors, True), ("high", dict.fromkeys(floors, 1e3), False)):
-            folder = small.make_run(tmp_path / f"{name}-{seed}", data).job("balanced", seed)
-            Sequence(line, seed, loaded.course(line, seed), folder, 1e9, floors=other).run()
-            assert (told(folder) == told(run.job("balanced", seed))) == same
+        last = [event for event in told(run.job("single", seed)) if event.get("epoch") == 1]
+        floors[seed] = {run.recipe.order(seed)[event["task"]]: event["loss"] for event in last}
+        assert floors[seed].keys() == {"birds", "cars"}
+        assert run.floors(seed) == floors[seed]
+    balanced = small.finish(run, "balanced", seeds=(5,)).job("balanced", 5)
+    for name, other, same in (("own", floors[5], True), ("high", dict.fromkeys(floors[5], 1e3), False)):
+        folder = small.make_run(tmp_path / name, data).job("balanced", 5)
+        Sequence(line, 5, loaded.course(line, 5), folder, 1e9, floors=other).run()
+        assert (told(folder) == told(balanced)) == same
+    assert floors[4] != floors[5]
 
 
 def test_without_the_single_network_a_balanced_line_does_not_begin(data, loaded, tmp_path):

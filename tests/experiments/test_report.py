@@ -2,6 +2,7 @@
 
 import html
 import importlib.util
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -13,7 +14,11 @@ import pytest
 from tests.experiments import made_up
 from xkfac.errors import XkfacError
 from xkfac.experiments import report
+from xkfac.experiments.choices import HEADS, read_tuned
 from xkfac.experiments.report import write_report
+from xkfac.experiments.results import pooled
+from xkfac.experiments.trials import Choice, Outcome
+from xkfac.experiments.tuning import COLUMNS, Chosen
 
 HOSTILE = """<script>alert('x')</script> & "quoted" $\\frac{1}{2}$ ${title} %s ünï 漢字 \t\x07\n""" + "very-long-" * 30
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -155,6 +160,121 @@ def test_the_largest_experiment_stays_small(tmp_path):
     assert "diverged at task 24 (4 of 4 repeats)" in page.text
 
 
+def test_a_run_of_images(tmp_path):
+    text, page = written([made_up.images()], tmp_path)
+    said = " ".join(page.text.split())
+    assert "resnet18 at 64 pixels, from tiny to birds, cars, flowers, in 2 orders, 6 lines, 2 repeats" in said
+    assert "mnist" not in said.lower()
+    assert "After 4 tasks, XK-FAC, alpha is at 53.50" in said
+    assert "a network of its own for each reaches 58.00" in said
+    assert "hollow markers: a network of its own for each task" in said
+    rows = re.findall(r'<tr[^>]*><th scope="row">(.*?)</tr>', text)
+    kfac = re.sub(r"<.*?>|&nbsp;", " ", next(row for row in rows if row.startswith("K-FAC")))
+    assert kfac.split() == (
+        "K-FAC ✓ yes no no 45.50 ± 0.71 41.50 ± 7.78 71.50 ± 0.71 31.50 ± 6.36 47.50 ± 0.71".split()  # noqa: SIM905
+    )
+    assert sum("<b>54.50&nbsp;" in row for row in rows) == 1  # XK-FAC on the source, in its block
+    # After all tasks K-FAC has 45 of 60 left, and 46 of 61.
+    kept = f"K-FAC</th><td>{(100 * 45 / 60 + 100 * 46 / 61) / 2:.1f}&nbsp;"
+    assert [row.startswith(kept) for row in rows].count(True) == 1
+    assert "forward transfer" not in said
+    links = [attributes["href"] for attributes in page.all("a") if not attributes["href"].startswith("#")]
+    assert "figures/accuracies.csv" in links
+    assert all((tmp_path / link).is_file() for link in links)
+    assert 'id="choices"' not in text
+
+
+def test_images_and_digits_in_one_report(tmp_path):
+    text, page = written([made_up.images(), made_up.small()], tmp_path)
+    assert "images: resnet18 at 64 pixels" in page.text
+    assert "made-up: digits, 3 lines" in page.text
+    assert text.count('aria-label="Table of accuracies"') == 1
+    (tmp_path / "figures" / "accuracies.csv").unlink()
+    written([made_up.small()], tmp_path)
+    assert not (tmp_path / "figures" / "accuracies.csv").exists()
+
+
+def test_names_of_tasks_are_text_whatever_they_hold(tmp_path):
+    run = made_up.images()
+    names = {"cars": HOSTILE}
+    tasks = {names.get(name, name): task for name, task in run.recipe.tasks.items()}
+    lines = {
+        name: replace(line, jobs=[replace(job, tasks=[names.get(n, n) for n in job.tasks]) for job in line.jobs])
+        for name, line in run.lines.items()
+    }
+    text, _ = written([replace(run, recipe=replace(run.recipe, tasks=tasks), lines=lines)], tmp_path)
+    assert "<script" not in text
+    assert not any(ord(c) < 32 and c != "\n" for c in text)
+    assert "very-long-very-long" in text
+
+
+def test_a_tuned_run_says_what_was_chosen_and_why(tmp_path):
+    run = made_up.tuned(tmp_path / "run")
+    text, page = written([run], tmp_path / "report")
+    said = " ".join(page.text.split())
+    assert said.count("best of 3, by 2.00 points; 1 diverged") == 6
+    assert "41.00 (lr 0.05, damping 0.0001)" in said
+    assert "no source data" in said
+    assert '<a href="#choices">' in text
+    assert 'id="figure-scatter"' in text
+    assert "3 of 12 settings diverged" in said
+    assert (tmp_path / "report" / "figures" / "scatter.png").is_file()
+    row = re.search(r"<tr><th scope=\"row\">XK-FAC</th>(<td>0.*?)</tr>", text)[1]
+    assert re.sub(r"<.*?>", "|", row) == (
+        "|0||birds||0.1||0.0001||43.00||41.00 (lr 0.05, damping 0.0001)||best of 3, by 2.00 points; 1 diverged|"
+    )
+
+
+def test_pooled_tunings_show_the_choices_of_all(tmp_path):
+    others = made_up.IMAGES.replace("repeats = 2", "repeats = 2\nseed = 2")
+    jobs = [made_up.image_job("xkfac", seed) for seed in (2, 3)]
+    runs = [made_up.tuned(tmp_path / "a"), made_up.tuned(tmp_path / "b", *jobs, text=others, seeds=(2, 3))]
+    (run,) = pooled(runs)
+    found = read_tuned(run)
+    assert [(row[1], row[2]) for row in found.rows] == [
+        (str(seed), task) for seed in range(4) for task in ("birds", "cars", "flowers")
+    ]
+    assert len(found.points) == 24
+    assert "12 choices" in written([run], tmp_path / "report")[1].text
+
+
+def test_choices_are_told_by_the_page_as_by_the_command(tmp_path):
+    best, second = Outcome(0, 0.1, 1e-4, 43.0), Outcome(1, 0.05, 1e-5, 41.5)
+    choices = [
+        Choice("birds", best, second, trials=4, lost=1),
+        Choice("cars", replace(best, damping=None), replace(second, damping=None), trials=2),
+        Choice("flowers", best, trials=1),
+        Choice("flowers", None, trials=3, lost=3, diverged=True),
+    ]
+    told = [Chosen("xkfac", seed, choice.task, choice) for seed, choice in enumerate(choices)]
+    run = made_up.tuned(tmp_path / "run")
+    (tmp_path / "run" / "choices.json").write_text(json.dumps([each.to_dict() for each in told]))
+    assert HEADS == COLUMNS
+    assert read_tuned(run).rows == [["XK-FAC", *each.cells()[1:]] for each in told]
+
+
+def test_a_tuning_that_measured_nothing_has_choices_and_no_scatter(tmp_path):
+    text, _ = written([made_up.tuned(tmp_path / "run", finite=False)], tmp_path / "report")
+    assert 'id="choices"' in text
+    assert "figure-scatter" not in text
+
+
+def test_a_tuning_without_choices_so_far_is_a_run_like_others(tmp_path):
+    run = made_up.tuned(tmp_path / "run")
+    for name in ("choices.json", "points.json"):
+        (tmp_path / "run" / name).unlink()
+    assert read_tuned(run) is None
+    assert 'id="choices"' not in written([run], tmp_path / "report")[0]
+
+
+def test_damaged_choices_are_named(tmp_path):
+    run = made_up.tuned(tmp_path / "run")
+    for content in ("{", "{}"):
+        (tmp_path / "run" / "choices.json").write_text(content)
+        with pytest.raises(XkfacError, match=r"choices.json' cannot be read .*; 'xkfac resume .*run' writes it anew"):
+            read_tuned(run)
+
+
 def test_nothing_to_report_on(tmp_path):
     with pytest.raises(XkfacError, match=r"nothing to report on yet \('nothing'\)"):
         write_report([made_up.nothing()], tmp_path)
@@ -245,6 +365,7 @@ def pages(tmp_path_factory):
         "hostile": [hostile()],
         "several": [made_up.diverged(), made_up.in_progress()],
         "many": [made_up.large(repeats=2, tasks=12, epochs=2)],
+        "images": [made_up.tuned(folder / "tuned")],
     }
     return {name: write_report(given, folder / name) for name, given in runs.items()}
 
@@ -270,7 +391,7 @@ def contrast(one, other):
 @in_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [(390, 844), (1280, 900)], ids=["phone", "desktop"])
-@pytest.mark.parametrize("name", ["small", "hostile", "several", "many"])
+@pytest.mark.parametrize("name", ["small", "hostile", "several", "many", "images"])
 def test_shown_by_a_browser(name, size, scheme, browser, pages):
     show(browser, pages[name], *size, scheme)
     assert browser.get_log("browser") == []

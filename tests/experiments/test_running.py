@@ -15,9 +15,9 @@ from xkfac.experiments import JobsFailed, RunError, load_recipe, results, resume
 from xkfac.experiments import worker as worker_module
 from xkfac.experiments.data import DataError
 from xkfac.experiments.folder import NotWritten, RunFolder
+from xkfac.experiments.materials import load_materials
 from xkfac.experiments.progress import Standing
 from xkfac.experiments.provenance import provenance
-from xkfac.experiments.materials import load_materials
 from xkfac.experiments.recipe import RecipeError
 from xkfac.experiments.running import Worker
 

@@ -173,7 +173,7 @@ def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> Non
     from xkfac.experiments.progress import Display
 
     with interruptible(folder), Display(watching(quiet)) as display:
-        work(display.show)
+        work(None if quiet else display.show)
 
 
 def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any]) -> None:
@@ -181,7 +181,7 @@ def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any])
     from xkfac.experiments.tuning import COLUMNS, TuningDisplay
 
     with interruptible(folder), TuningDisplay(watching(quiet or as_json)) as display:
-        found = work(display.show)
+        found = work(None if quiet or as_json else display.show)
     if as_json:
         print_json({"choices": str(folder / "choices.json"), "chosen": [each.to_dict() for each in found]})
         return

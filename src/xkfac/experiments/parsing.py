@@ -187,6 +187,8 @@ def _check_numbers(line: Line, where: str) -> None:
     for key, least in (("tasks", 1), ("epochs", 1), ("batch", 2), ("lr_every", 1), ("average", 0), ("batches", 0)):
         if getattr(line, key) < least:
             raise RecipeError(f"{where}: {key} must be at least {least}, not {getattr(line, key)}")
+    if line.bn_momentum is not None and not 0 < line.bn_momentum <= 1:
+        raise RecipeError(f"{where}: bn_momentum must be above 0 and at most 1, not {line.bn_momentum}")
     if line.balance_every < 1:
         raise RecipeError(f"{where}: balance_every must be at least 1, not {line.balance_every}")
     for key in ("lr", "target_lr", "lr_end", "damping", "strength", "momentum", "clip", "label_smoothing"):

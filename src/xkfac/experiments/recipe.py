@@ -33,18 +33,8 @@ UNPROTECTED = (JOINT, SINGLE)
 
 _READING = ("interpretation", "recentre")
 _PENALISED_ONLY = (
-    *(
-        "damping",
-        "strength",
-        "calibrated",
-        "steady",
-        "balance",
-        "balance_every",
-        "curvature",
-        "consolidate",
-        "batches",
-        "keep",
-    ),
+    *("damping", "strength", "calibrated", "steady", "bn_momentum", "balance", "balance_every"),
+    *("curvature", "consolidate", "batches", "keep"),
     *_READING,
 )
 _PERCEPTRON_ONLY = ("norm", "widths", "at")
@@ -87,7 +77,8 @@ class Images:
     """The network and the data of an experiment with images; the first task is the source, which it knows already.
 
     model: a torchvision model, or `timm:NAME`. stem: `small` leaves out the max-pool of a ResNet, for small images.
-    weights: a file with the source network, in the data folder, or `download` for the library's own weights.
+    weights: a file with the source network, in the data folder, or `download` for the library's latest own, or
+    `download:NAME` for those of a name, such as IMAGENET1K_V1.
     pixels: the side of the network's input. validation: the share that is split off each training part.
     orders: the targets in the orders they are learnt; repeat r takes order r modulo their number. Empty: as listed.
     measure: the part that accuracies are measured on.
@@ -119,7 +110,8 @@ class Line:
     interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
     damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
     held-out examples of the first task found. steady: take no learning rate above half of what is stable along the
-    penalty's stiffest direction.
+    penalty's stiffest direction. bn_momentum: how fast BN's running statistics follow while a task is learnt under a
+    penalty, BN's own rate unless given; strong penalties see their noise, and need it slow.
     balance: adaptive alpha_s and alpha_t, updated every `balance_every` steps; C_t is the training loss at the end of
     the line whose method is `single`.
     curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}.
@@ -154,6 +146,7 @@ class Line:
     strength: float = 1.0
     calibrated: bool = False
     steady: bool = False
+    bn_momentum: float | None = None
     balance: bool = False
     balance_every: int = 10
     curvature: Mapping[str, Any] = field(default_factory=dict)
@@ -205,7 +198,8 @@ class Figure:
 class Recipe:
     """An experiment: its data, its lines, how often each is repeated, and the figures that show them.
 
-    It has either `data`, whose permutations are the tasks of a perceptron, or `images` and their `tasks`. The repeats have the seeds seed, seed + 1, ...; a seed fixes permutations, initial weights, batches and label draws.
+    It has either `data`, whose permutations are the tasks of a perceptron, or `images` and their `tasks`. The repeats
+    have the seeds seed, seed + 1, ...; a seed fixes permutations, initial weights, batches and label draws.
     threads: CPU threads of one job; part of the recipe because sums over more threads round differently.
     precision: that of products on a GPU: `float32`, `tf32`, or `bfloat16` in the network with TF32 in the penalty.
     """

@@ -19,9 +19,9 @@ import torch
 
 from xkfac.experiments.data import DataError
 from xkfac.experiments.folder import JobFolder, NotWritten, RunError, RunFolder
-from xkfac.experiments.provenance import provenance
 from xkfac.experiments.materials import load_materials
 from xkfac.experiments.parsing import load_recipe
+from xkfac.experiments.provenance import provenance
 from xkfac.experiments.recipe import SINGLE, Recipe
 from xkfac.experiments.results import RunResults
 
@@ -221,7 +221,7 @@ def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
 
 
 def _in_turn(run: RunFolder, waiting: list[JobFolder]) -> list[list[JobFolder]]:
-    """Return jobs in groups of which each waits for the one before: losses are balanced by what single networks reach."""
+    """Return jobs in groups, each of which waits for the one before: C_t comes from networks of single tasks."""
     lines = run.recipe.lines
     if not any(lines[job.line].balance for job in waiting):
         return [waiting]

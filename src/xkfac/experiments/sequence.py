@@ -28,6 +28,7 @@ from xkfac.experiments.training import Examples, Pool, Stepper, make_optimizer
 from xkfac.experiments.turning import Turn
 from xkfac.learner import Learner
 from xkfac.memory import Memory, consolidate
+from xkfac.passes import norms_of
 
 CHECKPOINT_SECONDS = 10.0
 
@@ -93,6 +94,8 @@ class Sequence:
             self.folder.note("start", line=self.folder.line, seed=self.seed, untrained=untrained, tasks=order)
         else:
             carried = self._load(*state)
+            if self.folder.result().done:
+                return
         while self.progress.stage < len(self.stages):
             if not self._finite_stage(carried):
                 self.folder.note("end", diverged=self.stages[self.progress.stage].task)
@@ -173,6 +176,9 @@ class Sequence:
             self._turn = Turn.of(self.model, self.memory)
             if self._turn is not None:
                 memory, inputs = self._turn.memory, self._turn.pool(examples)
+        if line.bn_momentum is not None:
+            for norm in norms_of(self.model).values():
+                norm.momentum = line.bn_momentum
         self._balance = self._new_balance(stage)
         with Learner(
             self.model, memory, damping=self.line.damping, strength=self._strength(), balance=self._balance
@@ -282,7 +288,7 @@ class Sequence:
             )
             if self.line.calibrated:
                 held_out = self._batches(self.course.fixed(stage.task, "validation"), stage)
-                self.memory = calibrate(self.model, self.memory, held_out, seed=seed)
+                self.memory = calibrate(self.model, self.memory, held_out, damping=self.line.damping, seed=seed)
         else:
             self.memory = Learner(self.model, self.memory).finish(loader, keep=self.line.keep, seed=seed, graph=graph)
         self._memory_file = None

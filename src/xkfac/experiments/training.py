@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from xkfac.experiments.data import Part
 from xkfac.learner import Learner
 
-
 Batch = tuple[Tensor, Tensor]
 
 
@@ -89,9 +88,9 @@ def make_optimizer(model: nn.Module, momentum: float) -> torch.optim.SGD:
 class Stepper:
     """Runs epochs of training steps of a model on examples, with a learner's penalty if there is one.
 
-    label_smoothing: that of the loss. autocast: the dtype that the network computes in, None for its own. clip: the most
-    that the norm of the gradient may be, 0 for no limit. On a GPU some steps in a row, data included, are captured as a
-    graph at the first epoch and replayed from then on.
+    label_smoothing: that of the loss. autocast: the dtype that the network computes in, None for its own. clip: the
+    most that the norm of the gradient may be, 0 for no limit. On a GPU some steps in a row, data included, are captured
+    as a graph at the first epoch and replayed from then on.
     """
 
     _in_a_row = 16

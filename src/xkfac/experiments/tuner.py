@@ -234,7 +234,7 @@ class Tuner:
             folder,
             self.checkpoint_seconds,
             floors=self.run.floors(folder.seed) if line.balance and task else {},
-            autocast=autocast_of(self.run.recipe),
+            autocast=autocast_of(self.run),
         )
         weights = job.stage(task - 1).weights() if task and line.method != SINGLE else None
         return sequence, sequence.turn_to(task, weights, self._memory(job, task, sequence.model))
@@ -262,7 +262,7 @@ class Tuner:
         if task + 1 == job.line.tasks or not job.protected:
             return True
         stage, course = job.stage(task), Alone(self._course(job), task)
-        sequence = Sequence(job.line, job.folder.seed, course, job.folder, autocast=autocast_of(self.run.recipe))
+        sequence = Sequence(job.line, job.folder.seed, course, job.folder, autocast=autocast_of(self.run))
         if outcome is not None:
             sequence.model.load_state_dict(stage.trial(outcome.number).weights())
         sequence.memory = self._memory(job, task, sequence.model)

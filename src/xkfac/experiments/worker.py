@@ -25,7 +25,7 @@ import torch
 from xkfac.errors import XkfacError
 from xkfac.experiments.folder import RunError, RunFolder
 from xkfac.experiments.materials import Materials, load_materials
-from xkfac.experiments.recipe import SINGLE, Recipe
+from xkfac.experiments.recipe import SINGLE
 from xkfac.experiments.sequence import CHECKPOINT_SECONDS, Sequence
 
 Work = Callable[[dict[str, Any]], None]
@@ -77,7 +77,8 @@ def set_precision(run: RunFolder) -> None:
     """Set threads and the precision of products as a run's recipe asks for."""
     torch.set_num_threads(run.recipe.threads)
     fast = run.recipe.precision != "float32"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = fast
+    torch.set_float32_matmul_precision("high" if fast else "highest")
+    torch.backends.cudnn.allow_tf32 = fast
 
 
 def run_job(run: RunFolder, name: str, seed: int, materials: Materials, checkpoint_seconds: float) -> None:
@@ -90,7 +91,7 @@ def run_job(run: RunFolder, name: str, seed: int, materials: Materials, checkpoi
         run.job(name, seed),
         checkpoint_seconds,
         floors=_floors(run, name, seed),
-        autocast=autocast_of(run.recipe),
+        autocast=autocast_of(run),
     ).run()
 
 
@@ -108,9 +109,10 @@ def _floors(run: RunFolder, name: str, seed: int) -> dict[str, float]:
     return run.floors(seed)
 
 
-def autocast_of(recipe: Recipe) -> torch.dtype | None:
-    """Return the dtype that the networks of a recipe compute in, None for that of their weights."""
-    return torch.bfloat16 if recipe.precision == "bfloat16" else None
+def autocast_of(run: RunFolder) -> torch.dtype | None:
+    """Return the dtype that the networks of a run compute in, None for that of their weights, as always on the CPU."""
+    on_gpu = torch.device(run.facts["place"]).type == "cuda"
+    return torch.bfloat16 if on_gpu and run.recipe.precision == "bfloat16" else None
 
 
 def _listen(jobs: queue.Queue[dict[str, Any]]) -> None:
