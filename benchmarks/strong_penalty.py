@@ -1,0 +1,164 @@
+"""What a strong penalty needs: short steps, and running statistics that follow slowly.
+
+    python benchmarks/strong_penalty.py --data FOLDER [--output results/strong-penalty]
+
+A small network of convolutions with BN learns the digits 0 to 4 of MNIST, then 5 to 9 with a new head under penalties of
+growing strength; the curvature (hierarchical) and the calibration are of held-out digits. `steady` limits the learning
+rate to half of `Learner.stable_lr`. `BN` is the momentum of BN's running statistics while the target is learnt. Mean and
+standard deviation over seeds; nothing is chosen here, every row is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+from pathlib import Path
+
+import torch
+from common import keep, provenance
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import xkfac
+from xkfac.experiments.data import Part, load
+from xkfac.passes import norms_of
+
+Digits = tuple[Tensor, Tensor]
+HEAD = 14
+ROWS = [
+    (0.0, False, 0.1),
+    (1.0, False, 0.1),
+    (1.0, False, 0.02),
+    (10.0, False, 0.1),
+    (10.0, True, 0.1),
+    (10.0, True, 0.02),
+    (100.0, False, 0.1),
+    (100.0, True, 0.1),
+    (100.0, True, 0.02),
+    ("calibrated", True, 0.1),
+    ("calibrated", True, 0.02),
+]
+
+
+def some(part: Part, first: int, count: int) -> Digits:
+    """Return up to `count` of five digits as images [N, 1, 14, 14], and labels [N]."""
+    chosen = ((part.y >= first) & (part.y < first + 5)).nonzero().flatten()[:count]
+    images = F.avg_pool2d(part.x[chosen].view(-1, 1, 28, 28), 2)
+    return (images - 0.13) / 0.3, part.y[chosen] - first
+
+
+def network() -> nn.Sequential:
+    def block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    convolutions = [*block(1, 16, 1), *block(16, 32, 2), *block(32, 32, 1), *block(32, 64, 2)]
+    return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 5))
+
+
+def batches(digits: Digits, seed: int, size: int = 32) -> list[Digits]:
+    order = torch.randperm(len(digits[1]), generator=torch.Generator().manual_seed(seed))
+    return [(digits[0][index], digits[1][index]) for index in order.split(size) if len(index) == size]
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, digits: Digits) -> float:
+    net.eval()
+    return 100 * (net(digits[0]).argmax(1) == digits[1]).float().mean().item()
+
+
+def trained(digits: Digits, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.3)
+    net.train()
+    for epoch in range(3):
+        for x, y in batches(digits, 1000 * seed + epoch):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y, label_smoothing=0.1).backward()
+            optimizer.step()
+        schedule.step()
+    return net
+
+
+def learn(
+    source: nn.Sequential,
+    memory: xkfac.Memory,
+    digits: Digits,
+    row: tuple[float | str, bool, float],
+    epochs: int,
+    seed: int,
+) -> tuple[nn.Sequential, float, float]:
+    """Learn the target; return the network, the learning rate it began with, and the mean penalty of its last epoch."""
+    strength, steady, momentum = row
+    net = copy.deepcopy(source)
+    torch.manual_seed(seed)
+    net[HEAD] = nn.Linear(64, 5)
+    learner = xkfac.Learner(net, memory, strength=strength)
+    learner.begin(batches(digits, seed))
+    for norm in norms_of(net).values():
+        norm.momentum = momentum
+    lr = min(0.05, 0.5 * learner.stable_lr(0.9)) if steady else 0.05
+    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(batches(digits, 0)), 1e-4)
+    net.train()
+    for epoch in range(epochs):
+        penalties = []
+        for x, y in batches(digits, 1000 * seed + 500 + epoch):
+            optimizer.zero_grad()
+            learner.backward(F.cross_entropy(net(x), y))
+            optimizer.step()
+            schedule.step()
+            penalties.append(learner.last_penalty.item())
+    learner.close()
+    return net, lr, statistics.fmean(penalties)
+
+
+def spread(values: list[float], digits: int = 1) -> str:
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{deviation}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--output", type=Path, default=Path("results/strong-penalty"))
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    record = {**provenance(), "seeds": list(range(options.seeds)), "epochs": options.epochs}
+    mnist = load("mnist", options.data, validation=5000)
+    results: dict[str, list[dict[str, float]]] = {str(row): [] for row in ROWS}
+    before, scales = [], []
+    for seed in range(options.seeds):
+        net = trained(some(mnist.train, 0, 4000), seed)
+        before.append(accuracy(net, some(mnist.test, 0, 2000)))
+        held_out = batches(some(mnist.validation, 0, 2000), seed)
+        memory = xkfac.consolidate(net, held_out, exclude=[str(HEAD)], draws=4, grouping="hierarchical", seed=seed)
+        memory = xkfac.calibrate(net, memory, held_out, seed=seed)
+        assert memory.calibration is not None
+        scales.append(memory.calibration.scale)
+        for row in ROWS:
+            learnt, lr, penalty = learn(net, memory, some(mnist.train, 5, 4000), row, options.epochs, seed)
+            target = accuracy(learnt, some(mnist.test, 5, 2000))
+            learnt[HEAD] = net[HEAD]
+            source = accuracy(learnt, some(mnist.test, 0, 2000))
+            results[str(row)].append({"source": source, "target": target, "lr": lr, "penalty": penalty})
+    lines = [
+        f"Source {spread(before)}% before; the calibrated scale is {spread(scales)}.",
+        "",
+        "| penalty times | steady | BN | source | target | penalty at the end |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (strength, steady, momentum), runs in zip(ROWS, results.values(), strict=True):
+        found = {key: [run[key] for run in runs] for key in runs[0]}
+        name = strength if isinstance(strength, str) else f"{strength:g}"
+        cells = (spread(found["source"]), spread(found["target"]), spread(found["penalty"], 4))
+        lines.append(f"| {name} | {'yes' if steady else 'no'} | {momentum:g} | " + " | ".join(cells) + " |")
+    keep(options.output, {**record, "before": before, "scales": scales}, results, "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
