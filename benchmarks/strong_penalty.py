@@ -2,10 +2,10 @@
 
     python benchmarks/strong_penalty.py --data FOLDER [--output results/strong-penalty]
 
-A small network of convolutions with BN learns the digits 0 to 4 of MNIST, then 5 to 9 with a new head under penalties of
-growing strength; the curvature (hierarchical) and the calibration are of held-out digits. `steady` limits the learning
-rate to half of `Learner.stable_lr`. `BN` is the momentum of BN's running statistics while the target is learnt. Mean and
-standard deviation over seeds; nothing is chosen here, every row is shown.
+A small network of convolutions with BN learns the digits 0 to 4 of MNIST, then 5 to 9 with a new head under penalties
+of growing strength; the curvature (hierarchical) and the calibration are of held-out digits. `steady` limits the
+learning rate to half of `Learner.stable_lr`. `BN` is the momentum of BN's running statistics while the target is
+learnt. Mean and standard deviation over seeds; nothing is chosen here, every row is shown.
 """
 
 from __future__ import annotations

@@ -169,7 +169,8 @@ def _draw_points(axes: Axes, points: Sequence[Point], styles: dict[str, Style]) 
 
 
 def _draw_correlations(axes: Axes, found: Sequence[Correlation], styles: dict[str, Style]) -> None:
-    for place, each in enumerate(found):
+    shown = [each for each in found if each.value is not None or not each.label]  # two points have no correlation
+    for place, each in enumerate(shown):
         colour = styles[each.label].colour if each.label else INK if each.count else SOFT
         name = each.label or ("all" if len(found) > 1 else "")
         text = f"{shortened(printable(name), 24)} " if name and each.count else ""
