@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format benchmark clean
+.PHONY: demo test check format benchmark peers clean
 
 demo: $(READY)
 	$(BIN)/xkfac demo --output demo-output
@@ -24,6 +24,9 @@ format: $(READY)
 benchmark: $(READY)
 	$(BIN)/python benchmarks/fisher_error.py
 
+peers:
+	$(PYTHON) benchmarks/peers.py
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xkfac needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
@@ -32,4 +35,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) demo-output build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers demo-output build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

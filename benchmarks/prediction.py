@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import json
 import math
 import statistics
 import time
@@ -38,6 +39,7 @@ from xkfac.experiments.augmentation import Augmentation
 from xkfac.experiments.backbones import ManyHeaded, load_source, make_backbone
 from xkfac.experiments.images import Pictures, load_pictures
 from xkfac.merging import bind
+from xkfac.passes import norms_of
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "K-FAC": {"method": "kfac"},
@@ -144,14 +146,17 @@ def learn(
     net.enter(target)
     with xkfac.Learner(net, memory, damping=options.damping, strength=strength) as learner:
         learner.begin(loader, max_batches=40)
-        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], options.lr, momentum=0.9)
+        lr = min(options.lr, 0.5 * learner.stable_lr(0.9))  # an unstable path says nothing about a curvature
+        for norm in norms_of(net).values():
+            norm.momentum = options.bn_momentum
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr, momentum=0.9)
         net.train()
         endless = itertools.chain.from_iterable(itertools.repeat(loader))
         stops = {math.ceil(options.steps / 2**k) for k in range(options.points)}
         for step, (x, y) in enumerate(itertools.islice(endless, options.steps), 1):
             loss = F.cross_entropy(net(x), y)
             optimizer.zero_grad()
-            learner.objective(loss).backward()
+            learner.backward(loss)
             optimizer.step()
             if step in stops:
                 yield step, loss.item()
@@ -244,7 +249,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--calibration-steps", type=int, default=160)
     parser.add_argument("--points", type=int, default=5, help="of a path: its end, its half, its quarter, ...")
-    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--lr", type=float, default=0.02, help="at most; a penalty may bear less")
+    parser.add_argument(
+        "--bn-momentum", type=float, default=0.02, help="of running statistics while a target is learnt"
+    )
     parser.add_argument("--damping", type=float, default=1e-4)
     parser.add_argument("--strengths", type=float, nargs="+", default=[1.0, 30.0])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
@@ -308,6 +316,8 @@ class Experiment:
             for step, loss in learn(net, target, loader, memory, strength, self.options):
                 predicted = predictions(net, penalties, memory.units)
                 points.append(Point(target, name, strength, step, *self.measure(net), loss, predicted))
+            self.options.output.mkdir(parents=True, exist_ok=True)
+            (self.options.output / "points.json").write_text(json.dumps([asdict(point) for point in points]))
             end = points[-1]
             print(
                 f"{target}, {name} times {strength:g}: source {end.accuracy:.1f}%, loss {end.loss:+.3f}, "

@@ -1,6 +1,6 @@
-"""Where BN's statistics go when a task begins: re-centred on images as training draws them, or on plain ones.
+r"""Where BN's statistics go when a task begins: re-centred on images as training draws them, or on plain ones.
 
-    python benchmarks/recentring.py --weights resnet18-tiny.safetensors --source tiny-imagenet-100.zip \\
+    python benchmarks/recentring.py --weights resnet18-tiny.safetensors --source tiny-imagenet-100.zip \
         --target cub200.zip [--output results/recentring]
 
 The memory is of held-out source images (hierarchical factors). The learner begins on the target, then augmented batches

@@ -163,8 +163,10 @@ def test_steps_too_long_for_the_curvature_are_shortened():
     memory = weaker(consolidate(model, data(8, 16)), 1e-3)  # a penalty a thousand times too strong
     found = calibrate(model, memory, data(8, 16), rounds=1, steps=20, lr=0.5).calibration
     assert all(math.isfinite(point.real) and point.predicted < 2 for point in found.curve)
+    bounded = calibrate(model, memory, data(8, 16), rounds=1, steps=20, lr=1e6).calibration
+    assert all(math.isfinite(point.real) and point.predicted < 2 for point in bounded.curve)
     with pytest.raises(XkfacError, match="diverges even at a learning rate of"):
-        calibrate(model, memory, data(8, 16), rounds=1, steps=20, lr=1e6)
+        calibrate(model, weaker(memory, 1e12), data(8, 16), rounds=1, steps=20, lr=1e9)
 
 
 def test_strength_calibrated_is_the_scale_of_the_memory():

@@ -71,8 +71,8 @@ def calibrate(
     held_out: examples of the source that the network was not trained on, of all tasks that the memory stands for;
     labels are not needed. They are kept while this runs, at most `max_batches` batches. proxy: other inputs, nearer to
     the targets to come, labels not needed either; by default every other batch of `held_out` is learnt from and the
-    rest measures. `rounds` paths of `steps` steps of SGD with momentum 0.9 are learnt, from the rate `lr` along a
-    cosine. `damping` is that of the learner to come. The model is left as it was, bit by bit.
+    rest measures. `rounds` paths of `steps` steps of SGD with momentum 0.9 are learnt, from the rate `lr`, or what the
+    penalty bears, along a cosine. `damping` is that of the learner to come. The model is left as it was, bit by bit.
 
     Raises MismatchError when the model is not at the memory's anchor, XkfacError for a memory without a penalty, data
     too few, or a path along which nothing could be measured.
@@ -258,13 +258,12 @@ def _path(
     learnt = [readout, *(parameter for parameter in network.parameters() if parameter.requires_grad)]
     with Learner(network, memory, damping=way.damping, strength=scale) as learner, torch.enable_grad():
         learner.begin(task.kept, forward=task.run)
-        optimizer = torch.optim.SGD(learnt, way.lr, momentum=0.9)
+        optimizer = torch.optim.SGD(learnt, min(way.lr, 0.5 * learner.stable_lr(0.9)), momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, way.steps)
         for step, index in enumerate(islice(cycle(range(len(task.kept))), way.steps), 1):
             network.train()
-            objective = learner.objective(task.loss(network, readout, index))
             optimizer.zero_grad()
-            objective.backward()  # type: ignore[no-untyped-call]
+            learner.backward(task.loss(network, readout, index))
             optimizer.step()
             schedule.step()
             if step in way.stops:
