@@ -99,10 +99,12 @@ def test_the_way_by_shape():
         return [Axis(size, taps, stride, 1, taps // 2, taps // 2)] * 2
 
     assert way_of(square(16, 3), 64, cpu, wide) == "convolution"
-    assert way_of(square(4, 3), 256, cpu, wide) == "products"
+    assert way_of(square(16, 3), 1, cpu, wide) == "convolution"
+    assert way_of(square(2, 3), 512, cpu, wide) == "products"
+    assert way_of(square(2, 3), 3, cpu, wide) == "unrolled"
     assert way_of(square(16, 3), 64, torch.device("cuda"), wide) == "products"
     assert way_of(square(16, 3), 64, cpu, torch.float64) == "products"
-    assert way_of(square(32, 7), 3, cpu, wide) == "unrolled"
+    assert way_of(square(32, 7), 3, cpu, torch.float64) == "unrolled"
     assert way_of(square(16, 3, stride=2), 64, cpu, wide) == "unrolled"
     assert way_of(square(16, 1), 64, cpu, wide) == "unrolled"
 

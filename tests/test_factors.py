@@ -1,4 +1,4 @@
-"""Groupings and forms of the factors against sums written out block by block, and the unrolling of convolutions."""
+"""Groupings and forms of the factors against sums written out block by block; images against their patches."""
 
 import pytest
 import torch
@@ -8,8 +8,9 @@ from torch import nn
 
 from tests import oracles
 from xkfac.errors import UnitError
-from xkfac.factors import GROUPINGS, KFAC, Gram, Moments, batch_gradient, unit_gradients, unit_inputs, unroll
-from xkfac.units import Convolution, find_units
+from xkfac.factors import GROUPINGS, KFAC, Moments, batch_gradient, unit_gradients, unit_inputs
+from xkfac.patches import Patches
+from xkfac.units import find_units
 
 GROUPS, SIZE, POSITIONS, COLUMNS, ROWS = 2, 4, 3, 3, 2
 
@@ -157,41 +158,6 @@ def test_mean_by_location_needs_the_same_locations():
         moments.add_inputs(wide[0])
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    rank=st.integers(1, 3),
-    kernel=st.integers(1, 3),
-    stride=st.integers(1, 3),
-    padding=st.integers(0, 2),
-    dilation=st.integers(1, 2),
-    groups=st.sampled_from([1, 2]),
-    size=st.integers(5, 6),
-)
-def test_unrolled_input_times_weight_is_the_convolution(rank, kernel, stride, padding, dilation, groups, size):
-    layer = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[rank]
-    conv = layer(4, 2, kernel, stride, padding, dilation, groups, bias=False).double()
-    x = torch.randn(2, 4, *[size] * rank).double()
-    geometry = Convolution((kernel,) * rank, (stride,) * rank, ((padding, padding),) * rank, (dilation,) * rank)
-    patches = unroll(x, geometry, groups)
-    weight = conv.weight.reshape(groups, 2 // groups, -1)
-    expected = conv(x)
-    ours = (patches @ weight.mT.unsqueeze(1)).permute(1, 0, 3, 2).reshape(expected.shape)
-    torch.testing.assert_close(ours, expected)
-
-
-def test_unroll_equals_the_loop_over_entries():
-    conv = nn.Conv2d(4, 2, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2), groups=2)
-    x = torch.randn(2, 4, 6, 5)
-    geometry = Convolution((3, 2), (2, 1), ((1, 1), (2, 2)), (1, 2))
-    assert torch.equal(unroll(x, geometry, 2), oracles.patches(conv, x))
-
-
-def test_channels_last_inputs_are_unrolled_alike():
-    geometry = Convolution((3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1))
-    x = torch.randn(2, 4, 5, 5)
-    assert torch.equal(unroll(x.to(memory_format=torch.channels_last), geometry, 1), unroll(x, geometry, 1))
-
-
 def test_unit_formats():
     net = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Tanh(), nn.BatchNorm2d(4), nn.Flatten(2), nn.Linear(4, 3))
     units = {unit.name: unit for unit in find_units(net, torch.randn(2, 2, 2, 2)).units}
@@ -203,19 +169,83 @@ def test_unit_formats():
     assert torch.equal(unit_inputs(units["4"], flat, h.dtype), oracles.unit_inputs(net[4], flat, True))
 
 
-@settings(max_examples=30, deadline=None)
-@given(sizes=st.lists(st.integers(1, 200), min_size=1, max_size=6), seed=st.integers(0, 10**6))
-def test_gram_adds_many_and_few_vectors_alike_and_is_exactly_symmetric(sizes, seed):
-    torch.manual_seed(seed)
-    gram, expected = Gram(), 0
-    for size in sizes:
-        blocks = torch.randn(2, size, 1, 3).double()
-        gram.add(blocks, 1 / size)
-        expected = expected + torch.einsum("gnsi,gnsj->gij", blocks, blocks) / size
-    mean = gram.mean(4)
-    torch.testing.assert_close(mean, expected / 4)
-    assert torch.equal(mean, mean.mT)
+def of_images(net, images, levels, form):
+    """Return the terms of a net's first unit from its images, and from their patches written out."""
+    (unit, *_) = find_units(net, images[0]).units
+    ours, theirs, patches = Moments("unit", levels, form), Moments("unit", levels, form), Patches(unit)
+    for image in images:
+        x = unit_inputs(unit, image, image.dtype)
+        g = torch.randn(*x.shape[:3], unit.shape[1]).double()
+        ours.add_images(patches.image(image, image.dtype), patches)
+        theirs.add_inputs(x)
+        for moments in (ours, theirs):
+            moments.add_gradients(g)
+    examples = sum(len(image) for image in images)
+    return ours.terms(unit.shape[1], examples), theirs.terms(unit.shape[1], examples)
 
 
-def test_a_gram_of_nothing_is_none():
-    assert Gram().mean(1) is None
+LAYERS = {
+    "same": lambda: nn.Conv2d(16, 3, 3, padding=1),
+    "even kernel, padded to the same size": lambda: nn.Conv2d(16, 2, (4, 2), padding="same", bias=False),
+    "circular": lambda: nn.Conv2d(16, 2, 3, padding=1, padding_mode="circular"),
+    "reflected": lambda: nn.Conv2d(16, 2, 3, padding=1, padding_mode="reflect"),
+    "strided": lambda: nn.Conv2d(16, 2, 3, stride=2, padding=1),
+    "one tap": lambda: nn.Conv2d(16, 2, 1, stride=2),
+    "dilated": lambda: nn.Conv2d(16, 2, 3, dilation=2),
+    "grouped": lambda: nn.Conv2d(32, 4, 3, padding=2, groups=2),
+    "depthwise": lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4),
+    "line": lambda: nn.Conv1d(16, 2, 5, padding=1),
+    "volume": lambda: nn.Conv3d(16, 2, 3, padding=1),
+    "linear": lambda: nn.Linear(5, 2),
+    "positions": lambda: nn.Linear(5, 2),
+    "norm": lambda: nn.BatchNorm2d(3),
+}
+
+
+@pytest.mark.parametrize("form", ["paper", "mean"])
+@pytest.mark.parametrize("levels", [KFAC, *GROUPINGS.values()])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_images_have_the_factors_of_their_patches(layer, levels, form):
+    net = nn.Sequential(LAYERS[layer]()).double().eval()
+    shape = {"linear": (5,), "positions": (4, 5), "norm": (3, 4, 3), "line": (16, 7), "volume": (16, 3, 4, 2)}.get(
+        layer
+    )
+    shape = shape or (net[0].in_channels, 6, 5)
+    images = [torch.randn(size, *shape).double() + 3 for size in (4, 1, 3)]
+    ours, theirs = of_images(net, images, levels, form)
+    assert len(ours) == len(theirs) == (1 if levels == KFAC else len(levels))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.dense_left, other.dense_left, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one.right, other.right, rtol=1e-10, atol=1e-10)
+        assert torch.equal(one.dense_left, one.dense_left.mT)
+
+
+@pytest.mark.parametrize("grouping", ["pooled", "hierarchical"])
+def test_images_of_several_sizes_share_one_mean(grouping):
+    images = [torch.randn(3, 16, *size).double() for size in ((5, 4), (2, 3), (5, 4), (1, 1))]
+    net = nn.Sequential(nn.Conv2d(16, 2, 3, padding=1)).double()
+    ours, theirs = of_images(net, images, GROUPINGS[grouping], "mean")
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.dense_left, other.dense_left, rtol=1e-10, atol=1e-10)
+
+
+def test_images_of_another_size_have_no_mean_by_location():
+    net = nn.Sequential(nn.Conv2d(16, 2, 3, padding=1)).double()
+    images = [torch.randn(3, 16, *size).double() for size in ((5, 4), (2, 3))]
+    with pytest.raises(UnitError, match=r"unit 'unit' has 6 positions in one batch and 20 in another.*pooled"):
+        of_images(net, images, GROUPINGS["paper"], "mean")
+
+
+def test_deviations_of_images_are_exact_far_from_the_origin():
+    """Where the example means carry all but a little of the variance, float32 still has the little."""
+    torch.manual_seed(1)
+    images = [torch.randn(8, 16, 6, 6) * 0.1 + torch.randn(8, 16, 1, 1) + 100 for _ in range(2)]
+    net = nn.Sequential(nn.Conv2d(16, 2, 3))
+    for levels in GROUPINGS.values():
+        (unit,) = find_units(net, images[0]).units
+        moments, exact, patches = Moments("a", levels, "mean"), Moments("b", levels, "mean"), Patches(unit)
+        for image in images:
+            moments.add_images(image, patches)
+            exact.add_inputs(unit_inputs(unit, image.double(), torch.double))
+        ours, theirs = moments.terms(2, 16)[0].left.double(), exact.terms(2, 16)[0].left
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-4 * float(theirs.abs().max()))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import grad as convolution_gradients
 
-from xkfac.grams import Gram, mirrored
+from xkfac.grams import Gram, mirror_
 from xkfac.patches import Axis, Patches, axes_of, padded
 
 Way = Literal["unrolled", "products", "convolution"]
@@ -37,18 +37,20 @@ _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
 
 
 def way_of(axes: list[Axis], channels: int, device: torch.device, dtype: torch.dtype) -> Way:
-    """Return how the Gram matrix of patches is computed fastest.
+    """Return how the Gram matrix of patches is computed fastest, as measured.
 
-    unrolled     patches are written out, some examples at a time: kernels of one tap, strides, and few channels, where
-                 a product of one lag is too small to be fast
-    convolution  lags are the weight gradient of a convolution of the image with itself: nothing is written out. On a
-                 CPU, for images of more than 16 pixels
-    products     lags are written out beside the image, one product: on a GPU, in double precision, for small images
+    convolution  lags are the weight gradient of a convolution of the image with itself, so that nothing is written
+                 out: on a CPU, for images of 16 pixels or more, whatever the number of channels
+    products     lags are written out beside the image, some examples at a time, for one product: on a GPU, in double
+                 precision, for small images
+    unrolled     patches are written out, some examples at a time: kernels of one tap, strides, and instead of products
+                 of fewer than 16 channels
     """
-    if all(axis.taps == 1 for axis in axes) or any(axis.stride > 1 for axis in axes) or channels < 16:
+    if all(axis.taps == 1 for axis in axes) or any(axis.stride > 1 for axis in axes):
         return "unrolled"
-    small = math.prod(axis.size for axis in axes) <= 16
-    return "products" if small or device.type != "cpu" or dtype == torch.float64 else "convolution"
+    if device.type == "cpu" and dtype == torch.float32 and math.prod(axis.size for axis in axes) >= 16:
+        return "convolution"
+    return "unrolled" if channels < 16 else "products"
 
 
 class PatchGram:
@@ -102,7 +104,7 @@ class _OfSize:
             inner[part.place].add_(first if part is self.parts[0] else part.blocks(), alpha=part.sign)
         order = [0, rank + 1, *range(1, rank + 1), 2 * rank + 2, *range(rank + 2, 2 * rank + 2)]
         columns = self.channels * math.prod(self.kernel)
-        return mirrored(total.permute(order).reshape(self.groups, columns, columns))
+        return mirror_(total.permute(order).reshape(self.groups, columns, columns))
 
 
 def _examples_at_once(image: Tensor, features: int) -> int:

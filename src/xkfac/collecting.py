@@ -14,6 +14,7 @@ from xkfac.errors import UnitError
 from xkfac.factors import Moments, batch_gradient, unit_gradients, unit_inputs
 from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, Term, symmetrised
 from xkfac.merging import BoundUnit
+from xkfac.patches import Patches
 from xkfac.units import Unit
 
 
@@ -53,10 +54,14 @@ class FactorCollector(Collector):
     def __init__(self, unit: Unit, dtype: torch.dtype, settings: Settings) -> None:
         super().__init__(unit, dtype)
         self.moments = Moments(unit.name, settings.levels, settings.form)
+        self.patches = Patches(unit)
 
     def inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Take a batch's inputs."""
-        self.moments.add_inputs(self._x(inputs))
+        """Take a batch's inputs; the calls of a unit that has several are further positions, which are written out."""
+        if len(inputs) == 1:
+            self.moments.add_images(self.patches.image(inputs[0], self.dtype), self.patches)
+        else:
+            self.moments.add_inputs(self._x(inputs))
 
     def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
         """Take the gradients of one backward pass."""

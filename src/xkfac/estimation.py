@@ -8,6 +8,7 @@ H'' = E[(sum_m G_m)(sum_m G_m)^T] / N, inter-example terms of BN included.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -146,6 +147,11 @@ def _basis(block: Block) -> Corrected | None:
     return eigenbasis(*block.marginals())
 
 
+def _exactly(device: torch.device) -> AbstractContextManager[Any]:
+    """Return `full_precision`, or nothing where nothing would be rounded: a unit needs this twice a batch."""
+    return full_precision(device) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
 class _Capture(Trace):
     """Shows every unit's inputs and output gradients to its collector."""
 
@@ -198,7 +204,7 @@ class _Capture(Trace):
                 )
         joint = self.collectors.joint
         if joint is not None and joint.units:
-            with full_precision(device_of(self.model)):
+            with _exactly(device_of(self.model)):
                 joint.flush_inputs()
 
     def _see_input(self, unit: Unit, input: Tensor) -> None:
@@ -216,7 +222,7 @@ class _Capture(Trace):
         seen = self._inputs.setdefault(unit.name, [])
         seen.append(input.detach())
         if len(seen) == unit.calls:
-            with torch.no_grad(), full_precision(input.device):
+            with torch.no_grad(), _exactly(input.device):
                 self.collectors.of[unit.name].inputs(self._inputs.pop(unit.name))
 
     def _wake(self, input: Tensor, *candidates: Any) -> None:
@@ -251,7 +257,7 @@ class _Capture(Trace):
         seen[call] = gradient.detach()
         if len(seen) == unit.calls:
             del self._gradients[unit.name]
-            with torch.no_grad(), full_precision(gradient.device):
+            with torch.no_grad(), _exactly(gradient.device):
                 self.collectors.of[unit.name].gradients([seen[k] for k in sorted(seen)], self.weight)
 
     def end_backward(self) -> None:
@@ -259,12 +265,12 @@ class _Capture(Trace):
         for name, seen in list(self._gradients.items()):
             some = next(iter(seen.values()))
             calls = range(self._calls[name])
-            with torch.no_grad(), full_precision(some.device):
+            with torch.no_grad(), _exactly(some.device):
                 self.collectors.of[name].gradients([seen.get(k, torch.zeros_like(some)) for k in calls], self.weight)
         self._gradients.clear()
         joint = self.collectors.joint
         if joint is not None and joint.units:
-            with full_precision(device_of(self.model)):
+            with _exactly(device_of(self.model)):
                 joint.flush_gradients(self.weight)
 
 
@@ -299,6 +305,7 @@ class _Run:
         generator = torch.Generator(device).manual_seed(self.seed)
         self.draws = self.settings.draws_over(count_batches(loader, feed["max_batches"]))
         capture: _Capture | None = None
+        mode: Statistics | None = None
         work: Callable[[Any], None]
         for size, batch in batches(loader, device, what="curvature", **feed):
             if self.coverage is None:
@@ -309,7 +316,8 @@ class _Run:
                 work = partial(self._batch, capture, generator)
                 if self.graph:
                     work = Replayed(work, generator)
-            set_mode(self.model, self.settings.statistics if size > 1 else "population")
+            if mode != (mode := self.settings.statistics if size > 1 else "population"):
+                set_mode(self.model, mode)
             work(batch)
             capture.collectors.examples += size
         assert capture is not None

@@ -24,7 +24,6 @@ are those of the population, so the last input factor is a Gram matrix of a few 
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Literal
 
@@ -32,9 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xkfac.autocorrelation import PatchGram
 from xkfac.errors import UnitError
+from xkfac.grams import Gram
 from xkfac.kronecker import Term, root_term, symmetrised
-from xkfac.tracing import Convolution
+from xkfac.patches import Patches, unroll
 from xkfac.units import Unit
 
 Grouping = Literal["paper", "pooled", "hierarchical"]
@@ -76,76 +77,9 @@ def unit_gradients(unit: Unit, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.reshape(gradient.shape[0], groups, rows, -1).permute(1, 0, 3, 2)
 
 
-def unroll(input: Tensor, convolution: Convolution, groups: int, *, homogeneous: bool = False) -> Tensor:
-    """Return the patches of `input` [N, C, ...] as [groups, N, S, C / groups * K], features ordered as in a weight.
-
-    With `homogeneous` a 1 is appended to each; the patches are written once, in their place.
-    """
-    pads = [side for pair in reversed(convolution.padding) for side in pair]
-    padded = (F.pad(input, pads) if any(pads) else input).contiguous()
-    examples, channels, *space = padded.shape
-    channels //= groups
-    geometry = zip(space, convolution.kernel, convolution.stride, convolution.dilation, strict=True)
-    positions = [(size - dilation * (kernel - 1) - 1) // stride + 1 for size, kernel, stride, dilation in geometry]
-    steps = padded.stride()[2:]
-    windows = padded.as_strided(
-        (groups, examples, *positions, channels, *convolution.kernel),
-        (
-            padded.stride(1) * channels,
-            padded.stride(0),
-            *(step * stride for step, stride in zip(steps, convolution.stride, strict=True)),
-            padded.stride(1),
-            *(step * dilation for step, dilation in zip(steps, convolution.dilation, strict=True)),
-        ),
-    )
-    features = windows[0, 0].numel() // math.prod(positions)
-    patches = padded.new_empty(groups, examples, math.prod(positions), features + homogeneous)
-    patches[..., :features].view(windows.shape).copy_(windows)
-    if homogeneous:
-        patches[..., features] = 1
-    return patches
-
-
 def batch_gradient(x: Tensor, g: Tensor) -> Tensor:
     """Return the gradient [groups, C, D] of the batch's summed loss with respect to W~: sum_{n,s} g_ns x_ns^T."""
     return g.flatten(1, 2).mT @ x.flatten(1, 2)
-
-
-class Gram:
-    """Accumulates sum of scale * v v^T over vectors v, [groups, F, F]; a few vectors at a time wait for more."""
-
-    _wait = 128
-
-    def __init__(self) -> None:
-        self._total: Tensor | None = None
-        self._waiting: list[Tensor] = []
-
-    def add(self, blocks: Tensor, scale: float) -> None:
-        """Take the vectors [groups, ., ., F]."""
-        rows = blocks.flatten(1, 2)
-        # On a GPU a thin product costs no more than the copy that would let it wait, and waiting cannot be replayed.
-        if rows.shape[1] < self._wait and not rows.is_cuda:
-            self._waiting.append(rows * scale**0.5)
-            if sum(few.shape[1] for few in self._waiting) >= self._wait:
-                self._flush()
-        else:
-            self._accumulate(rows, scale)
-
-    def _flush(self) -> None:
-        if self._waiting:
-            self._accumulate(torch.cat(self._waiting, 1), 1.0)
-            self._waiting = []
-
-    def _accumulate(self, rows: Tensor, scale: float) -> None:
-        if self._total is None:
-            self._total = (rows.mT @ rows).mul_(scale)
-        else:
-            self._total.baddbmm_(rows.mT, rows, alpha=scale)
-
-    def mean(self, count: int) -> Tensor | None:
-        """Return the sum over `count`, exactly symmetric; None if nothing was taken."""
-        self._flush()
-        return None if self._total is None else symmetrised(self._total / count)
 
 
 def _over(blocks: Tensor, level: Level) -> Tensor:
@@ -160,7 +94,8 @@ class Moments:
     """Accumulates the factors of a unit over batches, for one grouping and form.
 
     Input factors are sums, gradient factors averages over positions, both per example, as the paper has them for
-    convolutions. Batches count by their number of examples.
+    convolutions. Batches count by their number of examples. Inputs come as x, or as images of which x are the patches;
+    the factors are the same.
     """
 
     def __init__(self, name: str, levels: tuple[Level, ...], form: Form) -> None:
@@ -174,19 +109,56 @@ class Moments:
         # known at the end: the covariance is then no difference of large numbers, and no batch is looked at twice.
         self._origin: Tensor | None = None
         self._drift: Tensor | None = None
+        self._images: _Images | None = None
 
     def add_inputs(self, x: Tensor) -> None:
         """Take the inputs x [groups, N, S, D] of one batch."""
         _, examples, positions, _ = x.shape
         means = [_over(x, level) for level in self.levels]
+        coarse = self._add_means(means[1:], examples, positions)
+        self._left[0].add(x - coarse[0] if coarse else x)
+
+    def add_images(self, image: Tensor, patches: Patches) -> None:
+        """Take the inputs of one batch as the patches of an image [N, C, ...], which are not written out."""
+        positions = patches.positions(image)
+        if EXAMPLE in self.levels[1:2] and positions == 1:  # nothing varies within an example
+            self.add_inputs(patches.unrolled(image))
+            return
+        if self._images is None:
+            self._images = _Images(patches)
+        mean = image.mean(0, keepdim=True)
+        means = [self._images.over(image, mean, level) for level in self.levels[1:]]
+        coarse = self._add_means(means, image.shape[0], positions)
+        if not coarse:
+            self._images.add(image, None)
+        elif self.levels[1] == LOCATION:
+            self._images.add(image, mean, fixed=coarse[0] is self._origin)
+        else:
+            deviations = self._images.add(image, mean)
+            self._add_between(patches.unrolled(mean), coarse[0], image.shape[0])
+            if self.levels[1] == EXAMPLE:
+                self._left[0].add(patches.averaged(deviations, homogeneous=0.0), -positions)
+
+    def _add_means(self, means: list[Tensor], examples: int, positions: int) -> list[Tensor]:
+        """Take the means of the levels but the first; return them, the last from the population in the mean form."""
         if self.population:
-            means[-1] = self._from_origin(means[-1], examples, positions)
+            means = [*means[:-1], self._from_origin(means[-1], examples, positions)]
         deviations = [fine - coarse for fine, coarse in pairwise(means)]
-        if not self.population:
+        if means and not self.population:
             deviations.append(means[-1])
-        for total, part in zip(self._left, deviations, strict=False):
+        for total, part in zip(self._left[1:], deviations, strict=False):
             # A level's blocks stand for all N * S elements: an average over blocks times N * S.
             total.add(part, examples * positions / _blocks(part))
+        return means
+
+    def _add_between(self, location: Tensor, coarse: Tensor, examples: int) -> None:
+        """Add what deviations x - `coarse` have beyond x - `location`, the batch's means by location [groups, 1, S, D].
+
+        With x = y + location, where y sums to zero over the examples at each location, the squares of deviations from
+        one point are those of y and those of the locations. Deviations from an example's mean lack its own square, of
+        y averaged over positions.
+        """
+        self._left[0].add(location - coarse.mean(1, keepdim=True), examples)
 
     def _from_origin(self, mean: Tensor, examples: int, positions: int) -> Tensor:
         """Return the origin, having noted how far a batch's mean is from it."""
@@ -211,6 +183,13 @@ class Moments:
             else:  # (n H_k - H_{k+1}) / (n - 1), n blocks of this level in one of the next, as a Gram matrix
                 total.add(part - coarser / count, weight * count / (count - 1))
 
+    def _input_factors(self) -> list[Tensor]:
+        """Return the sums of the levels' input factors; in the mean form there is none of the last."""
+        first, *others = [gram.sum() for gram in self._left]
+        if self._images is not None:
+            first = self._images.sum() if first is None else first + self._images.sum()
+        return [factor for factor in (first, *others) if factor is not None]
+
     def terms(self, rows: int, examples: int) -> tuple[Term, ...]:
         """Return the terms, one a level, with input factors [groups, D, D] and gradient factors [groups, rows, rows].
 
@@ -218,12 +197,9 @@ class Moments:
 
         The gradient factors are zero where no gradient ever arrived.
         """
-        left = [factor for gram in self._left if (factor := gram.mean(examples)) is not None]
-        groups = left[0].shape[0]
-        right = [
-            left[0].new_zeros(groups, rows, rows) if (factor := gram.mean(examples)) is None else factor
-            for gram in self._right
-        ]
+        left = [factor / examples for factor in self._input_factors()]
+        none = left[0].new_zeros(left[0].shape[0], rows, rows)
+        right = [none if (factor := gram.sum()) is None else factor / examples for gram in self._right]
         if self._origin is None or self._drift is None:
             return tuple(Term(a, h) for a, h in zip(left, right, strict=True))
         scale = (self._positions / self._origin.shape[2]) ** 0.5
@@ -231,3 +207,52 @@ class Moments:
         left[-1] = left[-1] - symmetrised(drift.mT @ drift)
         root = self._origin.flatten(1, 2) * scale + drift
         return (*(Term(a, h) for a, h in zip(left, right, strict=False)), root_term(root, right[-1]))
+
+
+class _Images:
+    """Accumulates the Gram matrix of patches of images, or of their deviations from an image."""
+
+    def __init__(self, patches: Patches) -> None:
+        self.patches = patches
+        self._gram = PatchGram(patches)
+        self._fixed: Tensor | None = None
+        self._sums: Tensor | None = None
+
+    def over(self, image: Tensor, mean: Tensor, level: Level) -> Tensor:
+        """Return means [groups, ., ., D] of an image's patches over a level, where `mean` is the image's over N."""
+        if level == LOCATION:
+            return self.patches.unrolled(mean)
+        return self.patches.averaged(image if level == EXAMPLE else mean)
+
+    def add(self, image: Tensor, centre: Tensor | None, *, fixed: bool = False) -> Tensor:
+        """Take deviations from the image `centre` [1, C, ...], or from the first one ever given where it is `fixed`.
+
+        Returns the deviations.
+        """
+        if centre is None:
+            self._add_sums(image)
+        else:
+            if fixed:
+                self._fixed = centre = centre if self._fixed is None else self._fixed
+            image = image - centre
+        self._gram.add(image)
+        return image
+
+    def _add_sums(self, image: Tensor) -> None:
+        """Take the products with the homogeneous coordinate, which deviations do not have."""
+        if self.patches.homogeneous:
+            mean = self.patches.averaged(image.mean(0, keepdim=True))
+            sums = mean[:, 0] * (image.shape[0] * self.patches.positions(image))
+            self._sums = sums if self._sums is None else self._sums.add_(sums)
+
+    def sum(self) -> Tensor:
+        """Return the sum [groups, D, D]."""
+        total = self._gram.sum()
+        assert total is not None
+        if not self.patches.homogeneous:
+            return total
+        total = F.pad(total, (0, 1, 0, 1))
+        if self._sums is not None:
+            total[:, -1:] = self._sums
+            total[:, :, -1:] = self._sums.mT
+        return total
