@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/xkfac demo --output demo-output
 
 test: check
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff format --check .

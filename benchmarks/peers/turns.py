@@ -1,0 +1,209 @@
+"""Times: what is compared takes turns within one process, as a ratio to one plain forward and backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from adapters import PEERS, AbsentError, Peer
+from nets import Batches, Case, build, perceptron
+from torch.nn import functional as F
+
+# Passes of one batch and of so many more take so many turns.
+MORE = {"mlp": 16, "resnet18-32px": 2, "resnet18-64px": 2, "resnet50-64px": 2}
+TURNS = {"mlp": 8, "resnet18-32px": 2, "resnet18-64px": 2, "resnet50-64px": 2}
+LARGE = ("resnet18-64px", "resnet50-64px")
+WEIGHT_NOISE = 1e-4
+
+
+@dataclass
+class Row:
+    """What was measured of a peer on a network; a time is a ratio, or a sentence that says why there is none.
+
+    curvature: of a batch more in a pass. fixed: of a pass, whatever its batches; not told apart where it is empty.
+    """
+
+    mode: str = "train"
+    refusal: str = ""
+    curvature: float | str = ""
+    fixed: float | str = ""
+    step: float | str = ""
+    save: float | str = ""
+    load: float | str = ""
+    megabytes: float | str = ""
+
+
+@dataclass
+class Stand:
+    """A peer at work on its own copy of a network."""
+
+    peer: Peer
+    case: Case
+    state: Any = None
+    first: float = 0.0
+    row: Row = field(default_factory=Row)
+
+
+def described(error: Exception) -> str:
+    """Return an error as one short line."""
+    if isinstance(error, AbsentError):
+        return str(error)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 160 else text[:159] + '…'}"
+
+
+def clocked(work: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def in_turns(
+    works: dict[str, Callable[[], Any]], plain: Callable[[], None], turns: int
+) -> tuple[dict[str, float], float]:
+    """Return the median time of each work over that of the plain pass, and the latter in seconds.
+
+    The plain pass runs again before every second of them. Every other turn goes backwards: what runs first after
+    others pays for memory that they gave back, and a difference of two neighbours must not have that in it.
+    """
+    times: dict[str, list[float]] = {name: [] for name in works}
+    plains: list[float] = []
+    for turn in range(turns):
+        for place, (name, work) in enumerate(list(works.items())[:: -1 if turn % 2 else 1]):
+            if place % 2 == 0:
+                plains.append(clocked(plain))
+            times[name].append(clocked(work))
+    one = statistics.median(plains) if plains else 0.0
+    return {name: statistics.median(own) / one for name, own in times.items()}, one
+
+
+def plain_pass(case: Case) -> None:
+    """Run one plain forward and backward pass."""
+    case.net.zero_grad()
+    F.cross_entropy(case.net(case.inputs), case.labels).backward()
+
+
+def warm_up(key: str, mode: str) -> None:
+    """Let a peer work on a tiny network, so that what it imports on the way is not counted."""
+    case = perceptron(batch=4, width=4)
+    plain_pass(case)
+    peer, net = PEERS[key], case.net.train(mode == "train")
+    with contextlib.suppress(Exception):  # the real network will tell
+        peer.prepare(net)
+        state = peer.curvature(net, Batches((case.inputs, case.labels)))
+        peer.stepper(net.train(), state)(case.inputs, case.labels)
+
+
+def started(key: str, case: Case) -> Stand:
+    """Return a peer that has made a curvature of one batch, BN in training mode, or in evaluation mode if it must.
+
+    This is its warm-up as well. A peer that does neither has its error as the row's curvature.
+    """
+    data = Batches((case.inputs, case.labels))
+    stand = Stand(PEERS[key], case)
+    warm_up(key, "train")
+    for mode in ("train", "eval"):
+        own = copy.deepcopy(case.net).train(mode == "train")
+        stand.case = Case(own, case.inputs, case.labels)
+        stand.row.mode = mode
+        try:
+            stand.peer.prepare(own)
+            start = time.perf_counter()
+            stand.state = stand.peer.curvature(own, data)
+            stand.first = time.perf_counter() - start
+        except Exception as error:  # whatever a library raises is its answer
+            stand.row.refusal = stand.row.refusal or described(error)
+            continue
+        return stand
+    stand.row.curvature = stand.row.refusal
+    return stand
+
+
+def passes(stands: dict[str, Stand], case: Case, name: str, turns: int) -> None:
+    """Measure a batch more in a pass, and what a pass costs beside its batches, from passes of two lengths."""
+    batch, more = (case.inputs, case.labels), MORE[name]
+    quick = {key: stand for key, stand in stands.items() if name == "mlp" or not stand.peer.once}
+    works = {
+        f"{kind} {key}": partial(stand.peer.curvature, stand.case.net, Batches(batch, count))
+        for key, stand in quick.items()
+        for kind, count in (("short", 1), ("long", 1 + more))
+    }
+    ratios, plain = in_turns(works, partial(plain_pass, case), turns)
+    for key, stand in stands.items():
+        if key in quick:
+            stand.row.curvature = (ratios[f"long {key}"] - ratios[f"short {key}"]) / more
+            stand.row.fixed = ratios[f"short {key}"] - stand.row.curvature
+        else:
+            stand.row.curvature = stand.first / plain
+
+
+def steps(stands: dict[str, Stand], case: Case, turns: int) -> None:
+    """Measure a penalised training step, the network in training mode and a little away from the anchor."""
+    works: dict[str, Callable[[], None]] = {}
+    for key, stand in stands.items():
+        net = stand.case.net.train()
+        try:
+            step = stand.peer.stepper(net, stand.state)
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(torch.randn_like(parameter), alpha=WEIGHT_NOISE)
+            step(case.inputs, case.labels)
+        except Exception as error:  # as above
+            stand.row.step = described(error)
+            continue
+        works[key] = partial(step, case.inputs, case.labels)
+    for key, ratio in in_turns(works, partial(plain_pass, case), turns)[0].items():
+        stands[key].row.step = ratio
+
+
+def files(stands: dict[str, Stand], case: Case, turns: int) -> None:
+    """Measure saving and loading, and the size on disk."""
+    data = Batches((case.inputs, case.labels))
+    works: dict[str, Callable[[], Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for key, stand in stands.items():
+            own = Path(folder) / key
+            own.mkdir()
+            path = own / "memory"
+            try:
+                stand.peer.save(stand.state, stand.case.net, path)
+                stand.peer.load(stand.case.net, data, path)
+            except Exception as error:  # as above
+                stand.row.save = stand.row.load = stand.row.megabytes = described(error)
+                continue
+            stand.row.megabytes = sum(file.stat().st_size for file in own.rglob("*") if file.is_file()) / 1e6
+            works[f"save {key}"] = partial(stand.peer.save, stand.state, stand.case.net, path)
+            works[f"load {key}"] = partial(stand.peer.load, stand.case.net, data, path)
+        for name, ratio in in_turns(works, partial(plain_pass, case), turns)[0].items():
+            what, _, key = name.partition(" ")
+            setattr(stands[key].row, what, ratio)
+
+
+def measure(name: str, keys: list[str], turns: int | None = None) -> dict[str, Row]:
+    """Return what was measured of each peer on a network."""
+    case = build(name)
+    turns = turns or TURNS[name]
+    plain_pass(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        skipped = [key for key in keys if name in LARGE and PEERS[key].once]
+        stands = {key: started(key, case) for key in keys if key not in skipped}
+        able = {key: stand for key, stand in stands.items() if not stand.row.curvature}
+        passes(able, case, name, turns)
+        files(able, case, max(1, turns // 2))
+        steps(able, case, 10 * turns if name == "mlp" else turns + 1)
+    gc.collect()
+    left_out = Row(curvature="measured on the smaller networks alone")
+    return {key: left_out if key in skipped else stands[key].row for key in keys}
