@@ -45,7 +45,7 @@ class Notes:
     def unresolved(self, short: float) -> str:
         """Return the cell of a difference that came out as zero or less."""
         return "not resolved" + self.number(
-            f"a pass of one batch took {short:.1f} and a longer one no more: the noise of this run is larger than a batch"
+            f"a pass of one batch took {short:.1f} and a longer one no more: this run's noise exceeds a batch"
         )
 
     def listed(self) -> str:
