@@ -15,28 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.experiments import small_runs as small
-from xkfac import cli
 from xkfac.experiments import report
 from xkfac.experiments.folder import RunFolder
 
-COMMANDS = ["demo", "run", "tune", "resume", "status", "report", "compare", "inspect", "recipe"]
-
-
-@pytest.fixture
-def xkfac(monkeypatch, capfd):
-    """Run the command in this process; return its exit code and what it wrote to both outputs."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["xkfac", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as error:
-            code = error.code or 0
-        output = capfd.readouterr()
-        return code, output.out, output.err
-
-    return call
+COMMANDS = ["demo", "run", "pretrain", "tune", "resume", "status", "report", "compare", "inspect", "recipe"]
 
 
 @pytest.fixture

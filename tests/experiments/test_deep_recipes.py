@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from torchvision import models, transforms
 
 from tests.experiments import made_up_images as small
 from tests.experiments.small_runs import assert_same, weights
-from xkfac import cli
 from xkfac.experiments import report
 from xkfac.experiments.augmentation import Augmentation
 from xkfac.experiments.backbones import load_source
@@ -37,23 +35,6 @@ if torch.version.cuda is None:
 def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XKFAC_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("XKFAC_DATA", raising=False)
-
-
-@pytest.fixture
-def xkfac(monkeypatch, capfd):
-    """Run the command in this process; return its exit code and what it wrote to both outputs."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["xkfac", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as error:
-            code = error.code or 0
-        output = capfd.readouterr()
-        return code, output.out, output.err
-
-    return call
 
 
 @pytest.fixture

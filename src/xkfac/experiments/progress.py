@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -75,10 +75,10 @@ def epochs_of(recipe: Recipe, name: str) -> int:
     return stages * line.epochs
 
 
-class Display:
-    """Shows a run while it works: every job with its task, epoch and accuracy so far, and the time that is left.
+class Watched:
+    """What work in progress is shown with: on a terminal lines that change in place, elsewhere one now and then.
 
-    On a terminal the lines change in place; elsewhere a line is written now and then. `console` None shows nothing.
+    `console` None shows nothing.
     """
 
     _pause = 30.0
@@ -86,11 +86,9 @@ class Display:
     def __init__(self, console: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
         self._live = Live(console=console, transient=True) if console is not None and console.is_terminal else None
-        self._start = self._written = clock()
-        self._first: int | None = None
-        self._done: dict[Path, JobResult] = {}
+        self._written = clock()
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
         return self
@@ -100,6 +98,16 @@ class Display:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+
+
+class Display(Watched):
+    """Shows a run while it works: every job with its task, epoch and accuracy so far, and the time that is left."""
+
+    def __init__(self, console: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
+        self._start = self._written
+        self._first: int | None = None
+        self._done: dict[Path, JobResult] = {}
 
     def show(self, run: RunFolder, running: list[JobFolder]) -> None:
         """Show a run and the jobs that are running."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
-from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
 from xkfac.experiments.folder import RunFolder
+from xkfac.experiments.progress import Watched
 from xkfac.experiments.trials import TunedJob, grid_of, ranked, tuned_jobs
 from xkfac.experiments.tuner import Phase, phase_done
 
@@ -62,29 +59,8 @@ def _row(job: TunedJob) -> tuple[int, tuple[str, ...]]:
     return len(outcomes), row
 
 
-class TuningDisplay:
-    """Shows a tuning while it works: for every job its task, how many trials have ended, and the best so far.
-
-    On a terminal the lines change in place; elsewhere a line is written now and then. `console` None shows nothing.
-    """
-
-    _pause = 30.0
-
-    def __init__(self, console: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
-        self._live = Live(console=console, transient=True) if console is not None and console.is_terminal else None
-        self._written = clock()
-
-    def __enter__(self) -> TuningDisplay:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+class TuningDisplay(Watched):
+    """Shows a tuning while it works: for every job its task, how many trials have ended, and the best so far."""
 
     def show(self, standing: TuningStanding) -> None:
         """Show how far a tuning is."""
