@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xkfac
 from tests import oracles
@@ -319,3 +320,22 @@ def test_a_layer_called_twice_has_its_calls_as_positions():
     first = torch.cat([x, torch.ones(5, 1).double()], 1)
     second = torch.cat([torch.tanh(net.layer(x)), torch.ones(5, 1).double()], 1).detach()
     torch.testing.assert_close(term.left[0], (first.T @ first + second.T @ second) / 5)
+
+
+@pytest.mark.parametrize("kind", ["xkfac", "kfac", "diagonal"])
+def test_nothing_behind_the_first_unit_is_differentiated(kind):
+    """The gradient at its output is all that is needed: neither its BN nor any weight has a backward pass."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    net, x = conv_net(), torch.randn(6, 2, 5, 5)
+    net.insert(3, nn.Conv2d(4, 4, 1))
+    net.insert(4, nn.BatchNorm2d(4))
+    with Watch():
+        xkfac.estimate(net, [x, x], kind, draws=1)
+    assert seen.count(torch.ops.aten.native_batch_norm_backward) == 2  # the second BN's, in two batches
+    assert seen.count(torch.ops.aten._softmax) == 2

@@ -47,3 +47,28 @@ def test_vectors_are_taken_as_they_lie_in_memory():
         gram.add(blocks, 2.0)
         gram.add(blocks.contiguous(), -0.5)
         torch.testing.assert_close(gram.sum(), 1.5 * torch.einsum("gnsi,gnsj->gij", blocks, blocks))
+
+
+@pytest.mark.parametrize("features", [0, 1, 127, 128, 129, 784, 785, 4609])
+def test_stripes_of_a_cpu_are_of_about_one_height_and_fast(features):
+    stripe = grams.stripe_of(features, torch.device("cpu"))
+    if features <= 128:
+        assert stripe == max(1, features)
+    else:
+        assert 64 < stripe <= 128
+        assert stripe % 16 == 0
+        assert -(-features // stripe) == -(-features // 128)
+
+
+def test_products_of_bfloat16_are_summed_in_float32():
+    """Integers of few digits are exact in bfloat16, and their sums beyond 256 only in float32."""
+    vectors = torch.randint(-3, 4, (2, 5, 300)).bfloat16()
+    total = torch.zeros(2, 5, 5)
+    add_gram(total, vectors, 2.0)
+    wanted = 2 * vectors.float() @ vectors.float().mT
+    assert torch.equal(total.triu(), wanted.triu())
+    assert wanted.max() > 512
+    gram = Gram()
+    gram.add(vectors.mT[:, :, None])
+    assert gram.sum().dtype == torch.float32
+    assert torch.equal(gram.sum(), wanted / 2)

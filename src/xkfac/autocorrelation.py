@@ -15,17 +15,18 @@ All of them are sums over batches, so they are what is accumulated; the matrix i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import grad as convolution_gradients
 
-from xkfac.grams import Gram, mirror_
+from xkfac.grams import Gram
 from xkfac.patches import Axis, Patches, axes_of, padded
+from xkfac.precision import add_product_, rounded, summed_in
 
 Way = Literal["unrolled", "products", "convolution"]
 
@@ -60,19 +61,26 @@ class PatchGram:
         self.patches, self.way = patches, way
         self._of: dict[torch.Size, _OfSize] = {}
 
-    def add(self, image: Tensor) -> None:
-        """Take the patches of an image [N, C, ...]."""
+    def add(self, image: Tensor, scale: float = 1.0) -> None:
+        """Take the patches of an image [N, C, ...], each counting `scale`, which may be negative."""
         of = self._of.get(image.shape[2:])
         if of is None:
             of = self._of[image.shape[2:]] = _OfSize(self.patches, image, self.way)
-        of.add(image)
+        of.add(rounded(image), scale)
 
     def sum(self) -> Tensor | None:
         """Return the sum [groups, C / groups * K, ...], ordered as in a weight, exactly symmetric; None if nothing."""
-        total: Tensor | None = None
         for of in self._of.values():
-            total = of.sum() if total is None else total + of.sum()
-        return total
+            columns = of.channels * math.prod(of.kernel)
+            total = of.like.new_empty(of.groups, columns, columns)
+            self.into(total)
+            return total
+        return None
+
+    def into(self, total: Tensor, scale: float = 1.0) -> None:
+        """Write scale times the sum to `total` [groups, C / groups * K, ...], which is written to once if possible."""
+        for place, of in enumerate(self._of.values()):
+            of.into(total, scale, fresh=place == 0)
 
 
 class _OfSize:
@@ -81,30 +89,32 @@ class _OfSize:
     def __init__(self, patches: Patches, image: Tensor, way: Way | None) -> None:
         self.kernel, self.groups = patches.convolution.kernel, patches.groups
         self.channels = image.shape[1] // patches.groups
+        self.like = image.new_empty(0)
         live = [axis.live() for axis in axes_of(patches.convolution, image.shape[2:])]
         axes = [axis for axis, _ in live]
         self.taps = [slice(first, first + axis.taps) for axis, first in live]
         self.way = way or way_of(axes, self.channels, image.device, image.dtype)
-        self.parts: list[_Unrolled] | list[_Lags]
+        self.parts: Sequence[_Unrolled | _Lags]
         self.parts = [_Unrolled(axes)] if self.way == "unrolled" else _parts(axes, self.way)
+        self.whole = [axis.taps for axis in axes] == list(self.kernel) and self.parts[0].whole
 
-    def add(self, image: Tensor) -> None:
+    def add(self, image: Tensor, scale: float) -> None:
         """Take images [N, C, ...]."""
         image = torch.unflatten(image, 1, (self.groups, self.channels))
         for part in self.parts:
-            part.add(image)
+            part.add(image, scale)
 
-    def sum(self) -> Tensor:
-        """Return the sum, zero for taps that reach no image."""
+    def into(self, total: Tensor, scale: float, *, fresh: bool) -> None:
+        """Add scale times the sum to `total`, zero for taps that reach no image; what a `fresh` one holds is void."""
+        blocks = torch.unflatten(torch.unflatten(total, 2, (self.channels, *self.kernel)), 1, (-1, *self.kernel))
+        # [groups, C, *kernel, C, *kernel] -> channels last
         rank = len(self.kernel)
-        first = self.parts[0].blocks()
-        total = first.new_zeros(self.groups, *self.kernel, self.channels, *self.kernel, self.channels)
-        inner = total[(slice(None), *self.taps, slice(None), *self.taps, slice(None))]
-        for part in self.parts:
-            inner[part.place].add_(first if part is self.parts[0] else part.blocks(), alpha=part.sign)
-        order = [0, rank + 1, *range(1, rank + 1), 2 * rank + 2, *range(rank + 2, 2 * rank + 2)]
-        columns = self.channels * math.prod(self.kernel)
-        return mirror_(total.permute(order).reshape(self.groups, columns, columns))
+        blocks = blocks.movedim((1, rank + 2), (rank + 1, -1))
+        if fresh and not self.whole:
+            total.zero_()
+        inner = blocks[(slice(None), *self.taps, slice(None), *self.taps, slice(None))]
+        for place, part in enumerate(self.parts):
+            part.into(inner[part.place], scale * part.sign, fresh=fresh and self.whole and place == 0)
 
 
 def _examples_at_once(image: Tensor, features: int) -> int:
@@ -128,32 +138,39 @@ class _Unrolled:
     """The whole Gram matrix, from patches that are written out."""
 
     sign = 1
+    whole = True
 
     def __init__(self, axes: list[Axis]) -> None:
         self.axes, self.rank = axes, len(axes)
         self.place: tuple[slice, ...] = (slice(None),)
         self.gram = Gram()
 
-    def add(self, image: Tensor) -> None:
+    def add(self, image: Tensor, scale: float) -> None:
         """Take images [N, groups, F, *space]."""
         image = padded(image, [(axis.low, axis.high) for axis in self.axes])
         if all(axis.taps == 1 for axis in self.axes):
             steps = [slice(None, None, axis.stride) for axis in self.axes]
             chosen = image[(slice(None), slice(None), slice(None), *steps)]
-            self.gram.add(chosen.flatten(3).permute(1, 0, 3, 2))
+            self.gram.add(chosen.flatten(3).permute(1, 0, 3, 2), scale)
             return
         image = image.movedim((1, 2), (0, -1)).contiguous()
         features = math.prod(axis.positions * axis.taps for axis in self.axes) * image.shape[0] * image.shape[-1]
         for some in torch.split(image, _examples_at_once(image, features), 1):
             rows = _windows(some, self.axes).flatten(2 + self.rank).flatten(2, -2)
-            self.gram.add(rows)
+            self.gram.add(rows, scale)
 
-    def blocks(self) -> Tensor:
-        """Return [groups, *taps, F, *taps, F]."""
-        total = self.gram.sum()
-        assert total is not None
-        shape = [*(axis.taps for axis in self.axes), total.shape[1] // math.prod(axis.taps for axis in self.axes)]
-        return total.view(total.shape[0], *shape, *shape)
+    def into(self, total: Tensor, scale: float, *, fresh: bool) -> None:
+        """Add scale times the matrix to `total` [groups, *taps, F, *taps, F], or write it there."""
+        gram = self.gram.sum()
+        assert gram is not None
+        _put(gram.view(total.shape), total, scale, fresh=fresh)
+
+
+def _put(values: Tensor, total: Tensor, scale: float, *, fresh: bool) -> None:
+    if fresh:
+        torch.mul(values, scale, out=total)
+    else:
+        total.add_(values, alpha=scale)
 
 
 @dataclass(frozen=True)
@@ -209,10 +226,11 @@ class _Lags:
         self.way: Way = "products" if thin else way
         chosen = [slice(None) if s is None else slice(s.taps.start, s.taps.stop) for s in sides]
         self.place = (slice(None), *chosen, slice(None), *chosen, slice(None))
+        self.whole = not thin and all(r == a.taps - 1 for r, a in zip(self.reach, self.long, strict=True))
         self.gram = Gram()
         self.total: Tensor | None = None
 
-    def add(self, image: Tensor) -> None:
+    def add(self, image: Tensor, scale: float) -> None:
         """Take images [N, groups, F, *space]."""
         image, dim = image.unsqueeze(2), 4
         for side in self.sides:
@@ -222,13 +240,13 @@ class _Lags:
                 image = side.written_out(image, dim)
         image = image.flatten(2, 3)
         if not self.long:
-            self.gram.add(image.transpose(0, 1).unsqueeze(2))
+            self.gram.add(image.transpose(0, 1).unsqueeze(2), scale)
         elif self.way == "convolution":
-            self._add_convolution(image)
+            self._add_convolution(image, scale)
         else:
-            self._add_products(image)
+            self._add_products(image, scale)
 
-    def _add_convolution(self, image: Tensor) -> None:
+    def _add_convolution(self, image: Tensor, scale: float) -> None:
         """Add the lags as the weight gradient of a convolution of `image` with itself."""
         groups, features = image.shape[1:3]
         image = image.flatten(1, 2)
@@ -242,9 +260,9 @@ class _Lags:
             dilation=tuple(axis.dilation for axis in self.long),
             groups=groups,
         )
-        self.total = lags if self.total is None else self.total.add_(lags)
+        self.total = lags * scale if self.total is None else self.total.add_(lags, alpha=scale)
 
-    def _add_products(self, image: Tensor) -> None:
+    def _add_products(self, image: Tensor, scale: float) -> None:
         """Add the lags as one product of `image` with all its shifts, some examples at a time."""
         groups, features = image.shape[1:3]
         image = image.movedim((1, 2), (0, -1))
@@ -259,56 +277,49 @@ class _Lags:
         size = groups * features * math.prod(self.lags) * math.prod(axis.size for axis in self.long)
         at_once = _examples_at_once(image, size)
         if self.total is None:
-            self.total = image.new_zeros(groups, features, math.prod(self.lags) * features)
+            dtype = summed_in(image.dtype)
+            self.total = image.new_zeros(groups, features, math.prod(self.lags) * features, dtype=dtype)
         for some, shifted in zip(torch.split(image, at_once, 1), torch.split(around, at_once, 1), strict=True):
             windows = _windows(shifted, shifts).flatten(2 + len(shifts)).flatten(1, -2)
-            self.total.baddbmm_(some.flatten(1, -2).mT, windows)
+            add_product_(self.total, some.flatten(1, -2).mT, windows, scale)
 
     def _by_lag(self) -> Tensor:
-        """Return the lags in both directions, [groups, *lags, F, F]."""
+        """Return the lags in both directions, [groups, F, F, *lags], those of opposite lags exactly transposed."""
         assert self.total is not None
-        rank = len(self.long)
         if self.way == "convolution":
-            groups = self.total.shape[0] // self.total.shape[1]
-            lags = torch.unflatten(self.total, 0, (groups, -1)).movedim((1, 2), (-2, -1))
+            lags = torch.unflatten(self.total, 0, (-1, self.total.shape[1]))
         else:
-            lags = torch.unflatten(self.total, 2, (*self.lags, -1)).movedim(1, -2)
-        before = lags[:, 1:].flip(list(range(1, rank + 1))).mT
-        return torch.cat([before, lags], 1)
+            lags = torch.unflatten(self.total, 2, (*self.lags, -1)).movedim(-1, 2)
+        dims = list(range(3, 3 + len(self.long)))
+        none, ahead = lags[:, :, :, :1], lags[:, :, :, 1:]
+        none = (none + none.flip(dims).transpose(1, 2)) / 2
+        return torch.cat([ahead.flip(dims).transpose(1, 2), none, ahead], 3)
 
-    def blocks(self) -> Tensor:
-        """Return [groups, *taps, F, *taps, F]."""
-        thin = [1 if side is None else len(side.taps) for side in self.sides]
-        taps = [axis.taps if side is None else 1 for axis, side in zip(self.axes, self.sides, strict=True)]
-        if self.long:
-            total = self._of_taps(self._by_lag(), taps)
-        else:
-            whole = self.gram.sum()
-            assert whole is not None
-            total = whole.view(-1, *taps, *taps, *whole.shape[1:])
-        rank, features = len(taps), total.shape[-1] // math.prod(thin)
-        total = total.view(-1, *taps, *taps, *thin, features, *thin, features)
-        first, second = range(1, rank + 1), range(rank + 1, 2 * rank + 1)
-        third, fourth = range(2 * rank + 1, 3 * rank + 1), range(3 * rank + 2, 4 * rank + 2)
-        one = [axis for pair in zip(first, third, strict=True) for axis in pair]
-        two = [axis for pair in zip(second, fourth, strict=True) for axis in pair]
-        total = total.permute(0, *one, 3 * rank + 1, *two, 4 * rank + 2)
-        shape = [tap * thin_taps for tap, thin_taps in zip(taps, thin, strict=True)]
-        return total.reshape(total.shape[0], *shape, features, *shape, features)
+    def into(self, total: Tensor, scale: float, *, fresh: bool) -> None:
+        """Add scale times the part to `total` [groups, *taps, F, *taps, F], or write it there.
 
-    def _of_taps(self, lags: Tensor, taps: list[int]) -> Tensor:
-        """Return [groups, *taps, *taps, F, F] from lags in both directions, zero where a lag reaches no image."""
-        for place, (axis, reach) in enumerate(zip(self.long, self.reach, strict=True)):
-            index = torch.arange(axis.taps)
-            lag = (index[None, :] - index[:, None]).flatten()
-            dim = 1 + place
-            chosen = lags.index_select(dim, (lag.clamp(-reach, reach) + reach).to(lags.device))
-            inside = (lag.abs() <= reach).to(lags)
-            lags = chosen * inside.view(-1, *[1] * (chosen.dim() - dim - 1))
-        # [groups, pairs of taps by axis, F, F] -> first taps of all axes, then second taps
-        pairs = [axis.taps for axis in self.long for _ in range(2)]
-        lags = lags.reshape(lags.shape[0], *pairs, *lags.shape[-2:])
-        rank = len(self.long)
-        order = [0, *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2), 2 * rank + 1, 2 * rank + 2]
-        lags = lags.permute(order)
-        return lags.reshape(lags.shape[0], *taps, *taps, *lags.shape[-2:])
+        Seen from one tap, the blocks with all others are a window of lags.
+        """
+        lags = self._by_lag() if self.long else self.gram.sum()
+        assert lags is not None
+        thin = [len(side.taps) for side in self.sides if side is not None]
+        lags = torch.unflatten(torch.unflatten(lags, 2, (*thin, -1)), 1, (*thin, -1))
+        # [groups, *thin, F, *thin, F, *lags] -> [groups, *thin, F, *(thin or lags, by axis), F]
+        across, along = iter(range(len(thin) + 2, 2 * len(thin) + 2)), iter(range(2 * len(thin) + 3, lags.dim()))
+        by_axis = [next(along if side is None else across) for side in self.sides]
+        lags = lags.permute(*range(len(thin) + 2), *by_axis, 2 * len(thin) + 2)
+        reaches = iter(self.reach)
+        seen = [self._seen(axis, side, reaches) for axis, side in zip(self.axes, self.sides, strict=True)]
+        for taps in product(*seen):
+            first, second, window = zip(*taps, strict=True)
+            target = total[(slice(None), *first, slice(None), *second, slice(None))]
+            values = lags[(slice(None), *[slice(None)] * (len(thin) + 1), *window, slice(None))]
+            _put(values, target, scale, fresh=fresh)
+
+    def _seen(self, axis: Axis, side: _Side | None, reaches: Iterator[int]) -> list[tuple[Any, slice, slice]]:
+        """Return, along an axis, every first tap with the second taps that it sees and their lags."""
+        if side is not None:
+            return [(slice(None), slice(None), slice(None))]
+        reach = next(reaches)
+        spans = [(tap, max(0, tap - reach), min(axis.taps, tap + reach + 1)) for tap in range(axis.taps)]
+        return [(tap, slice(low, high), slice(low - tap + reach, high - tap + reach)) for tap, low, high in spans]

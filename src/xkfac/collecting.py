@@ -9,13 +9,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from xkfac.curvature import Curvature, Settings
 from xkfac.errors import UnitError
 from xkfac.factors import Moments, batch_gradient, unit_gradients, unit_inputs
-from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, Term, symmetrised
+from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, Term, parts, symmetrised
 from xkfac.merging import BoundUnit
 from xkfac.patches import Patches
+from xkfac.pooling import Coupling, SharedMoments
+from xkfac.processes import Layout
 from xkfac.units import Unit
+
+JOINT = "/joint"  # no unit's name
 
 
 class Collector(ABC):
@@ -42,18 +45,42 @@ class Collector(ABC):
     def block(self, examples: int) -> Block | None:
         """Return the unit's curvature block, resting on so many examples; None where it is part of a joint one."""
 
+    def layouts(self) -> list[Layout]:
+        """Return the layouts of what adds up over the processes of a shared pass."""
+        return []
+
+    def root(self, examples: int) -> Tensor | None:
+        """Return the root of M from this process's examples, None where there is none."""
+        return None
+
+    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
+        """Return what adds up over processes, `root` being that of all."""
+        return []
+
+    def take(self, sums: list[Tensor], root: Tensor | None) -> None:  # noqa: B027
+        """Take the sums of all processes in place of this one's."""
+
+    def held(self) -> dict[str, Tensor]:
+        """Return the tensors of the block that every process of a shared pass has already."""
+        return {}
+
 
 def _joined(calls: list[Tensor]) -> Tensor:
     """Return the calls of a unit side by side, as further positions."""
     return calls[0] if len(calls) == 1 else torch.cat(calls, 2)
 
 
+def _shared(moments: Moments) -> SharedMoments:
+    assert isinstance(moments, SharedMoments)
+    return moments
+
+
 class FactorCollector(Collector):
     """Collects Kronecker factors."""
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, settings: Settings) -> None:
+    def __init__(self, unit: Unit, dtype: torch.dtype, moments: Moments) -> None:
         super().__init__(unit, dtype)
-        self.moments = Moments(unit.name, settings.levels, settings.form)
+        self.moments = moments
         self.patches = Patches(unit)
 
     def inputs(self, inputs: Sequence[Tensor]) -> None:
@@ -71,9 +98,30 @@ class FactorCollector(Collector):
         """Return the block."""
         return Kronecker(self.moments.terms(self.unit.shape[1], examples))
 
+    def layouts(self) -> list[Layout]:
+        """Return the layouts of the factors' sums."""
+        return _shared(self.moments).layouts(self.unit.shape, self.dtype)
+
+    def root(self, examples: int) -> Tensor | None:
+        """Return the root of M."""
+        return _shared(self.moments).root(examples)
+
+    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
+        """Return the factors' sums."""
+        return _shared(self.moments).sums(self.unit.shape[1], examples, root)
+
+    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
+        """Take the factors' sums of all processes."""
+        _shared(self.moments).take(sums, root)
+
 
 class SquareCollector(Collector):
-    """Collects E[(batch gradient)^2] / N, the exact diagonal of the Fisher, in the parameters' or another basis."""
+    """Collects E[(batch gradient)^2] / N, the exact diagonal of the Fisher, in the parameters' or another basis.
+
+    Of a batch that processes have parts of, each squares the gradient of the whole.
+    """
+
+    coupling: Coupling | None = None
 
     def __init__(self, unit: Unit, dtype: torch.dtype, basis: Corrected | None = None) -> None:
         super().__init__(unit, dtype)
@@ -87,7 +135,14 @@ class SquareCollector(Collector):
 
     def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
         """Take the gradients of one backward pass."""
-        self.add(batch_gradient(self._x(self._inputs), self._g(gradients)), weight)
+        self.see(batch_gradient(self._x(self._inputs), self._g(gradients)), weight)
+
+    def see(self, gradient: Tensor, weight: float) -> None:
+        """Take the gradient [groups, rows, columns] of one backward pass from this process's examples."""
+        if self.coupling is None:
+            self.add(gradient, weight)
+        else:
+            self.add(self.coupling.total(gradient), weight * self.coupling.share)
 
     def add(self, gradient: Tensor, weight: float) -> None:
         """Take the gradient [groups, rows, columns] with respect to W~ of one backward pass."""
@@ -102,6 +157,22 @@ class SquareCollector(Collector):
         if self.basis is None:
             return Diagonal(values)
         return replace(self.basis, scales=values.to(self.basis.left.device))
+
+    def layouts(self) -> list[Layout]:
+        """Return the layout of the squares' sum."""
+        return [Layout(self.unit.shape, self.dtype)]
+
+    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
+        """Return the sum of squares."""
+        return [torch.zeros(self.unit.shape, dtype=self.dtype) if self.total is None else self.total]
+
+    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
+        """Take the sum of squares of all processes."""
+        (self.total,) = sums
+
+    def held(self) -> dict[str, Tensor]:
+        """Return the basis."""
+        return {} if self.basis is None else {k: v for k, v in parts(self.basis).items() if k != "scales"}
 
 
 class UnmergedCollector(SquareCollector):
@@ -156,12 +227,28 @@ class MarginalCollector(SquareCollector):
         root = left.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(left.dtype).tiny).sqrt()[:, None, None]
         return Kronecker((Term(left / root, right / root),))
 
+    def layouts(self) -> list[Layout]:
+        """Return the layouts of the two moments' sums."""
+        groups, rows, columns = self.unit.shape
+        return [Layout((groups, size, size), self.dtype, symmetric=True) for size in (columns, rows)]
+
+    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
+        """Return the two moments' sums."""
+        if self.left is None or self.right is None:
+            return [torch.zeros(layout.shape, dtype=self.dtype) for layout in self.layouts()]
+        return [self.left, self.right]
+
+    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
+        """Take the two moments' sums of all processes."""
+        self.left, self.right = sums
+
 
 @dataclass
 class JointCollector:
     """Collects the factors of all linear units together: rows and columns of several units side by side."""
 
     moments: Moments
+    dtype: torch.dtype
     units: list[Unit] = field(default_factory=list)
     _inputs: dict[str, Tensor] = field(default_factory=dict)
     _gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -182,6 +269,30 @@ class JointCollector:
         """Return the Khatri-Rao product over all units, resting on so many examples."""
         rows = tuple(unit.shape[1] for unit in self.units)
         return KhatriRao(self.moments.terms(sum(rows), examples), rows, tuple(unit.shape[2] for unit in self.units))
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return 1, sum(unit.shape[1] for unit in self.units), sum(unit.shape[2] for unit in self.units)
+
+    def layouts(self) -> list[Layout]:
+        """Return the layouts of the factors' sums."""
+        return _shared(self.moments).layouts(self._shape, self.dtype)
+
+    def root(self, examples: int) -> Tensor | None:
+        """Return the root of M."""
+        return _shared(self.moments).root(examples)
+
+    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
+        """Return the factors' sums."""
+        return _shared(self.moments).sums(self._shape[1], examples, root)
+
+    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
+        """Take the factors' sums of all processes."""
+        _shared(self.moments).take(sums, root)
+
+    def held(self) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
 
 
 class JointMember(Collector):
@@ -218,9 +329,7 @@ class Collectors:
     joint: JointCollector | None
     examples: int = 0
 
-    def curvature(self) -> Curvature:
-        """Return the curvature that the collectors have seen."""
-        blocks = {name: block for name, c in self.of.items() if (block := c.block(self.examples)) is not None}
-        if self.joint is None or not self.joint.units:
-            return Curvature(blocks)
-        return Curvature(blocks, self.joint.block(self.examples), tuple(unit.name for unit in self.joint.units))
+    def sources(self) -> dict[str, Collector | JointCollector]:
+        """Return what has a block of its own, by unit; that of several units is `JOINT`."""
+        joint = {} if self.joint is None or not self.joint.units else {JOINT: self.joint}
+        return {**{name: one for name, one in self.of.items() if not isinstance(one, JointMember)}, **joint}

@@ -168,6 +168,11 @@ class Curvature:
         return Curvature(blocks, joint, self.joint_units)
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor are finite. Their sum says so, in one reading of them, unless it overflows."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
 def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: bool) -> Block:
     if a is None or b is None:
         present: Block = b.scale(others) if a is None else a.scale(own)

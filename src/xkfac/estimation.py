@@ -7,17 +7,17 @@ H'' = E[(sum_m G_m)(sum_m G_m)^T] / N, inter-example terms of BN included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xkfac.batches import Forward, default_forward, labels_of, size_of
+from xkfac.batches import Forward, default_forward, size_of
+from xkfac.capturing import Capture
 from xkfac.collecting import (
     Collector,
     Collectors,
@@ -28,11 +28,12 @@ from xkfac.collecting import (
     SquareCollector,
     UnmergedCollector,
 )
+from xkfac.cotangents import Cotangents
 from xkfac.curvature import Basis, Curvature, CurvatureKind, Labels, Settings
-from xkfac.errors import NotFiniteError, UnitError, XkfacError
+from xkfac.errors import XkfacError
 from xkfac.factors import Form, Grouping, Moments
 from xkfac.graphs import Replayed
-from xkfac.kronecker import Block, Corrected, Kronecker, eigenbasis
+from xkfac.kronecker import Corrected
 from xkfac.likelihood import Likelihood, get_likelihood
 from xkfac.merging import BoundUnit
 from xkfac.passes import (
@@ -46,8 +47,10 @@ from xkfac.passes import (
     untouched,
     unwrap,
 )
-from xkfac.tracing import Trace, read_call
-from xkfac.units import Coverage, Unit, find_units
+from xkfac.pooling import Coupling, SharedMoments, coupling_of
+from xkfac.processes import Processes, processes_of
+from xkfac.sharing import Outcome, agreed, finished
+from xkfac.units import Coverage, Unit, as_patterns, find_units
 
 
 @dataclass
@@ -86,13 +89,17 @@ def estimate(
 
     `kind` to `basis` are explained at `Settings`; `merge`, `units`, `exclude` and `forward` at `find_units`.
     Factors are accumulated in `dtype`, float32 unless the model is float64, also under autocast. `seed` fixes the
-    labels that are drawn. With `graph` the work of a batch is recorded as a CUDA graph and replayed for all batches of
-    the same shape, which pays on a GPU for small networks. The network runs in evaluation mode but for its BN, which
-    uses mini-batch statistics; a batch of a single example has none and runs with the population's.
+    labels that are drawn, batch by batch. With `graph` the work of a batch is recorded as a CUDA graph and replayed for
+    all batches of the same shape, which pays on a GPU for small networks. The network runs in evaluation mode but for
+    its BN, which uses mini-batch statistics; a batch of a single example has none and runs with the population's.
+
+    The processes of a DistributedDataParallel model share the pass: each gives its own batches, and all get the
+    curvature of all. See docs/scaling.md, also for SyncBatchNorm.
 
     Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
     """
     settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer, basis)
+    finding: dict[str, Any] = {"merge": merge, "units": units, "exclude": as_patterns(exclude)}
     run = _Run(
         unwrap(model),
         settings,
@@ -100,19 +107,19 @@ def estimate(
         forward or default_forward,
         dtype or _wide_dtype(model),
         seed,
-        lambda batch: find_units(model, batch, merge=merge, units=units, exclude=exclude, forward=forward),
+        lambda batch: find_units(model, batch, **finding, forward=forward, synchronised=run.processes is not None),
         graph,
+        processes_of(model),
     )
     if graph and device_of(run.model).type != "cuda":
         raise XkfacError("graph=True needs the model on a CUDA device; leave it out")
+    run.join(finding)
     with untouched(run.model):
         feed = {"max_batches": max_batches, "progress": progress}
         collectors, examples = run.over(loader, run.first_collector, **feed)
-        with full_precision(device_of(run.model)):
-            curvature = collectors.curvature()
-            _check_finite(curvature)
-            bases = {name: _basis(block) for name, block in curvature.blocks.items()} if kind == "corrected" else {}
+        curvature = run.finished(collectors, examples, decompose=kind == "corrected")
         if kind == "corrected":
+            bases = {n: block if isinstance(block, Corrected) else None for n, block in curvature.blocks.items()}
             collectors, again = run.over(
                 loader, lambda unit: SquareCollector(unit, run.dtype, bases[unit.name]), **feed
             )
@@ -121,157 +128,14 @@ def estimate(
                     f"kind='corrected' passes over the data twice, and the loader gave {examples} examples, then "
                     f"{again}; use a loader that can be iterated again"
                 )
-            curvature = collectors.curvature()
-    _check_finite(curvature)
+            curvature = run.finished(collectors, examples)
     assert run.coverage is not None
     return Estimate(curvature, run.coverage, examples)
-
-
-def _check_finite(curvature: Curvature) -> None:
-    for unit, tensor in curvature.tensors():
-        if not bool(tensor.isfinite().all()):
-            raise NotFiniteError(
-                f"the factors of unit '{unit}' are not finite; check the data and the network's outputs, or estimate "
-                "in float32 instead of a reduced precision"
-            )
 
 
 def _wide_dtype(model: nn.Module) -> torch.dtype:
     dtypes = {parameter.dtype for parameter in model.parameters()}
     return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def _basis(block: Block) -> Corrected | None:
-    if not isinstance(block, Kronecker):
-        return None
-    return eigenbasis(*block.marginals())
-
-
-def _exactly(device: torch.device) -> AbstractContextManager[Any]:
-    """Return `full_precision`, or nothing where nothing would be rounded: a unit needs this twice a batch."""
-    return full_precision(device) if torch.is_autocast_enabled(device.type) else nullcontext()
-
-
-class _Capture(Trace):
-    """Shows every unit's inputs and output gradients to its collector."""
-
-    def __init__(self, model: nn.Module, units: Iterable[Unit], collectors: Collectors) -> None:
-        super().__init__(model)
-        self.collectors = collectors
-        self.layers = {id(model.get_parameter(u.weight)): u for u in units if u.kind in ("linear", "conv") and u.weight}
-        self.norms = {u.norm: u for u in units if u.norm is not None}
-        self.leaves: list[Tensor] = []
-        self.woken: dict[int, Tensor] = {}
-        self.weight = 1.0
-        self.examples = 0
-        self._calls: dict[str, int] = {}
-        self._inputs: dict[str, list[Tensor]] = {}
-        self._gradients: dict[str, dict[int, Tensor]] = {}
-
-    def watch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        call = read_call(func, args, kwargs)
-        unit = self.layers.get(id(call.weight)) if call is not None else None
-        if call is not None and unit is not None:
-            self._see_input(unit, call.input)
-            if unit.norm is not None:
-                return func(*args, **kwargs)
-            self._wake(call.input, call.bias, call.weight)
-            return self._tap(unit, func(*args, **kwargs))
-        unit = self.norms.get(self.norm) if func is F.batch_norm and self.norm is not None else None
-        if unit is None:
-            return func(*args, **kwargs)
-        input = args[0] if args else kwargs["input"]
-        if unit.weight is None:
-            self._see_input(unit, input)
-        self._wake(input, getattr(self.model.get_submodule(str(self.norm)), "bias", None))
-        return self._tap(unit, func(*args, **kwargs))
-
-    def begin_batch(self, examples: int) -> None:
-        """Forget the graph of the batch before."""
-        self.examples = examples
-        self.leaves = []
-        for seen in (self._calls, self._inputs, self._gradients):
-            seen.clear()
-
-    def end_forward(self) -> None:
-        """Check that every unit ran."""
-        for unit in (*self.layers.values(), *self.norms.values()):
-            calls = self._calls.get(unit.name, 0)
-            if calls != unit.calls:
-                raise UnitError(
-                    f"unit '{unit.name}' ran {calls} times on this batch but {unit.calls} on the first; exclude it, or "
-                    "make the network run the same layers on every batch"
-                )
-        joint = self.collectors.joint
-        if joint is not None and joint.units:
-            with _exactly(device_of(self.model)):
-                joint.flush_inputs()
-
-    def _see_input(self, unit: Unit, input: Tensor) -> None:
-        if not torch.is_grad_enabled():
-            raise UnitError(
-                f"unit '{unit.name}' ran with gradients disabled (torch.no_grad, or checkpointing with "
-                "use_reentrant=True); use use_reentrant=False, or exclude it"
-            )
-        if input.shape[0] != self.examples:
-            raise UnitError(
-                f"unit '{unit.name}' got {input.shape[0]} rows for a batch of {self.examples} examples; its first "
-                "dimension must be the batch, or exclude it"
-            )
-        self._calls[unit.name] = self._calls.get(unit.name, 0) + 1
-        seen = self._inputs.setdefault(unit.name, [])
-        seen.append(input.detach())
-        if len(seen) == unit.calls:
-            with torch.no_grad(), _exactly(input.device):
-                self.collectors.of[unit.name].inputs(self._inputs.pop(unit.name))
-
-    def _wake(self, input: Tensor, *candidates: Any) -> None:
-        """Make a graph begin here where none reaches the unit: let one parameter, the smallest, ask for a gradient.
-
-        Unlike a tensor put in between, it is there again when a checkpointed segment is recomputed.
-        """
-        if input.requires_grad:
-            return
-        for parameter in candidates:
-            if isinstance(parameter, nn.Parameter):
-                self.woken[id(parameter)] = parameter.requires_grad_()
-                return
-
-    def _tap(self, unit: Unit, output: Tensor) -> Tensor:
-        """Return `output` with a hook that catches its gradient, also where an in-place operation follows."""
-        if output.shape[0] != self.examples:
-            raise UnitError(
-                f"unit '{unit.name}' gave {output.shape[0]} rows for a batch of {self.examples} examples; a BN that "
-                "splits its batch has no merged weight, so use a plain BatchNorm layer, or exclude it"
-            )
-        if not output.requires_grad:  # a BN without parameters of its own
-            leaf = output.detach().requires_grad_()
-            self.leaves.append(leaf)
-            output = leaf.clone()
-        call = self._calls[unit.name] - 1
-        output.register_hook(lambda gradient: self._see_gradient(unit, call, gradient))  # type: ignore[no-untyped-call]
-        return output
-
-    def _see_gradient(self, unit: Unit, call: int, gradient: Tensor) -> None:
-        seen = self._gradients.setdefault(unit.name, {})
-        seen[call] = gradient.detach()
-        if len(seen) == unit.calls:
-            del self._gradients[unit.name]
-            with torch.no_grad(), _exactly(gradient.device):
-                self.collectors.of[unit.name].gradients([seen[k] for k in sorted(seen)], self.weight)
-
-    def end_backward(self) -> None:
-        """Pass on what waits for the whole backward pass; a call without gradient counts as zero."""
-        for name, seen in list(self._gradients.items()):
-            some = next(iter(seen.values()))
-            calls = range(self._calls[name])
-            with torch.no_grad(), _exactly(some.device):
-                self.collectors.of[name].gradients([seen.get(k, torch.zeros_like(some)) for k in calls], self.weight)
-        self._gradients.clear()
-        joint = self.collectors.joint
-        if joint is not None and joint.units:
-            with _exactly(device_of(self.model)):
-                joint.flush_gradients(self.weight)
 
 
 @dataclass
@@ -286,8 +150,30 @@ class _Run:
     seed: int
     find: Callable[[Any], Coverage]
     graph: bool = False
+    processes: Processes | None = None
+    coupling: Coupling | None = None
     coverage: Coverage | None = None
-    draws: int = 1
+
+    def join(self, finding: dict[str, Any]) -> None:
+        """Make sure that the processes of a shared pass mean the same one."""
+        if self.settings.statistics == "batch":
+            self.coupling = coupling_of(self.model, self.processes)
+        if self.processes is not None:
+            likelihood = {"likelihood": self.likelihood.name, **self.likelihood.arguments}
+            own = {"dtype": self.dtype, "seed": self.seed, "graph": self.graph}
+            self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
+        if self.coupling is not None and self.graph:
+            raise XkfacError("graph=True cannot record what SyncBatchNorm layers send to other processes; leave it out")
+
+    def finished(self, collectors: Collectors, examples: int, *, decompose: bool = False) -> Curvature:
+        """Return the curvature of a pass over so many examples, with `decompose` in its eigenbasis."""
+        with full_precision(device_of(self.model)):
+            return finished(collectors, self.processes, examples, decompose=decompose)
+
+    def _moments(self, name: str) -> Moments:
+        if self.processes is None:
+            return Moments(name, self.settings.levels, self.settings.form)
+        return SharedMoments(name, self.settings.levels, self.settings.form, self.coupling)
 
     def first_collector(self, unit: Unit) -> Collector:
         """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""
@@ -295,41 +181,86 @@ class _Run:
             return SquareCollector(unit, self.dtype)
         if self.settings.kind == "corrected" and self.settings.basis == "gradients":
             return MarginalCollector(unit, self.dtype)
-        return FactorCollector(unit, self.dtype, self.settings)
+        return FactorCollector(unit, self.dtype, self._moments(unit.name))
 
     def over(
         self, loader: Iterable[Any], collector: Callable[[Unit], Collector], **feed: Any
     ) -> tuple[Collectors, int]:
-        """Run over the data; return the collectors and the number of examples."""
+        """Run over the data; return the collectors and the number of examples, in a shared pass that of all."""
+        own, error = None, None
+        try:
+            with ExitStack() as hooks:
+                own = self._over(loader, collector, hooks, **feed)
+        except Exception as caught:
+            # Coupled processes wait for each other inside a batch, so that there is no moment to tell.
+            if self.processes is None or self.coupling is not None:
+                raise
+            error = caught
+        if self.processes is None:
+            assert own is not None
+            return own, own.examples
+        outcome = Outcome(0 if own is None else own.examples, None if own is None else self.coverage)
+        if error is not None:
+            outcome.error = str(error)
+        try:
+            self.coverage, examples = agreed(self.processes, outcome)
+        except XkfacError:
+            if error is not None:
+                raise error from None
+            raise
+        return own or self._collectors(collector), examples
+
+    def _over(
+        self, loader: Iterable[Any], collector: Callable[[Unit], Collector], hooks: ExitStack, **feed: Any
+    ) -> Collectors | None:
+        """Run over this process's data; return the collectors, None if there was none. `hooks` takes the model's."""
         device = device_of(self.model)
-        generator = torch.Generator(device).manual_seed(self.seed)
-        self.draws = self.settings.draws_over(count_batches(loader, feed["max_batches"]))
-        capture: _Capture | None = None
+        generator = torch.Generator(device)
+        cotangents = Cotangents(self.settings.labels, self.likelihood, self.seed, generator, self.coupling)
+        rank, ranks = 0, 1
+        if self.processes is not None and self.coupling is None:
+            rank, ranks = self.processes.rank, self.processes.size
+        cotangents.draws = self.settings.draws_over(self._count(loader, feed["max_batches"]))
+        capture: Capture | None = None
         mode: Statistics | None = None
         work: Callable[[Any], None]
-        for size, batch in batches(loader, device, what="curvature", **feed):
+        for place, (size, batch) in enumerate(self._steps(loader, device, **feed)):
             if self.coverage is None:
                 self.coverage = self.find(batch)
             if capture is None:
-                capture = _Capture(self.model, self.coverage.units, self._collectors(collector))
+                capture = Capture(self.model, self.coverage.units, self._collectors(collector))
+                hooks.enter_context(capture.hooked())
                 self._only_free_gradients()
-                work = partial(self._batch, capture, generator)
+                work = partial(self._batch, capture, cotangents)
                 if self.graph:
                     work = Replayed(work, generator)
-            if mode != (mode := self.settings.statistics if size > 1 else "population"):
+            coupled = size if self.coupling is None else self.coupling.examples
+            if mode != (mode := self.settings.statistics if coupled > 1 else "population"):
                 set_mode(self.model, mode)
+            cotangents.begin_batch(place * ranks + rank)
             work(batch)
             capture.collectors.examples += size
-        assert capture is not None
-        return capture.collectors, capture.collectors.examples
+        return None if capture is None else capture.collectors
+
+    def _count(self, loader: Iterable[Any], max_batches: int | None) -> int | None:
+        """Return how many batches the pass will have, None if unknown; coupled processes have parts of the same."""
+        count = count_batches(loader, max_batches)
+        if self.processes is None:
+            return count
+        counts = self.processes.gathered(-1 if count is None else count)
+        return None if -1 in counts else max(counts) if self.coupling is not None else sum(counts)
+
+    def _steps(self, loader: Iterable[Any], device: torch.device, **feed: Any) -> Iterator[tuple[int, Any]]:
+        if self.processes is None:
+            return batches(loader, device, what="curvature", **feed)
+        if self.processes.rank > 0 and feed["progress"] is True:
+            feed["progress"] = False
+        steps = batches(loader, device, what="curvature", may_be_none=True, **feed)
+        return steps if self.coupling is None else self.coupling.steps(steps)
 
     def _collectors(self, collector: Callable[[Unit], Collector]) -> Collectors:
         assert self.coverage is not None
-        joint = (
-            JointCollector(Moments("joint", self.settings.levels, self.settings.form))
-            if self.settings.cross_layer
-            else None
-        )
+        joint = JointCollector(self._moments("joint"), self.dtype) if self.settings.cross_layer else None
         made: dict[str, Collector] = {}
         for unit in self.coverage.units:
             if unit.kind == "free":
@@ -340,6 +271,9 @@ class _Run:
                 made[unit.name] = JointMember(unit, self.dtype, joint)
             else:
                 made[unit.name] = collector(unit)
+        for one in made.values():
+            if isinstance(one, SquareCollector):
+                one.coupling = self.coupling
         return Collectors(made, joint)
 
     def _free(self) -> list[Unit]:
@@ -352,10 +286,10 @@ class _Run:
         for unit in self._free():
             self.model.get_parameter(unit.name).requires_grad_()
 
-    def _batch(self, capture: _Capture, generator: torch.Generator, batch: Any) -> None:
+    def _batch(self, capture: Capture, cotangents: Cotangents, batch: Any) -> None:
         size = size_of(batch)
         capture.begin_batch(size)
-        with torch.enable_grad(), capture.running():
+        with torch.enable_grad(), capture:
             output = self.forward(self.model, batch)
         if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != size:
             raise XkfacError(
@@ -364,36 +298,15 @@ class _Run:
             )
         capture.end_forward()
         free = self._free()
-        leaves = [*(self.model.get_parameter(unit.name) for unit in free), *capture.leaves, *capture.woken.values()]
+        ends: list[Any] = [*(self.model.get_parameter(unit.name) for unit in free), *capture.ends]
         if not output.requires_grad:
             raise XkfacError("the output of the network depends on none of its parameters")
         scale = 1 / self.likelihood.predictions(output)
-        for cotangent, weight, more in self._cotangents(output, batch, generator):
+        for cotangent, weight, more in cotangents.of(output, batch):
             capture.weight = weight * scale
-            gradients = torch.autograd.grad(output, leaves, cotangent, retain_graph=more, allow_unused=True)
+            gradients = torch.autograd.grad(output, ends, cotangent, retain_graph=more, allow_unused=True)
             capture.end_backward()
             for unit, gradient in zip(free, gradients, strict=False):
                 squares = capture.collectors.of[unit.name]
                 if gradient is not None and isinstance(squares, SquareCollector):
-                    squares.add(gradient.to(self.dtype).reshape(unit.shape), capture.weight)
-
-    def _cotangents(
-        self, output: Tensor, batch: Any, generator: torch.Generator
-    ) -> Iterator[tuple[Tensor, float, bool]]:
-        """Yield gradients of losses with respect to the output, the weight of each, and whether more may follow."""
-        if self.settings.labels == "sampled":
-            for draw in range(1, self.draws + 1):
-                labels = self.likelihood.sample(output, generator)
-                score = self.likelihood.score(output, labels)
-                yield score, 1 / self.draws, draw < self.draws
-        elif self.settings.labels == "empirical":
-            labels = labels_of(batch)
-            if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.shape[0] != output.shape[0]:
-                raise XkfacError(f"labels='empirical' needs a tensor of {output.shape[0]} labels in each batch")
-            yield self.likelihood.score(output, labels), 1.0, False
-        else:
-            for root in self.likelihood.root(output):
-                for example in range(output.shape[0]):
-                    one = torch.zeros_like(root)
-                    one[example] = root[example]
-                    yield one.to(output.dtype), 1.0, True
+                    squares.see(gradient.to(self.dtype).reshape(unit.shape), capture.weight)

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xkfac.autocorrelation import PatchGram
+from xkfac.deviations import Deviations
 from xkfac.errors import UnitError
 from xkfac.grams import Gram
 from xkfac.kronecker import Term, root_term, symmetrised
@@ -62,7 +63,7 @@ def unit_inputs(unit: Unit, input: Tensor, dtype: torch.dtype) -> Tensor:
     if unit.convolution is not None:
         return unroll(input, unit.convolution, unit.shape[0], homogeneous=unit.homogeneous)
     if unit.kind == "linear":
-        x = input.flatten(1, -2).unsqueeze(0) if input.dim() > 2 else input[None, :, None, :]
+        x = (input.flatten(1, -2) if input.dim() > 2 else input.unsqueeze(1)).unsqueeze(0)
     else:
         x = input.flatten(2).permute(1, 0, 2).unsqueeze(3) if input.dim() > 2 else input.t()[:, :, None, None]
     return F.pad(x, (0, 1), value=1.0) if unit.homogeneous else x
@@ -70,9 +71,11 @@ def unit_inputs(unit: Unit, input: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unit_gradients(unit: Unit, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradient at a unit's output as g [groups, N, S, C]."""
-    gradient = gradient.detach().to(dtype)
+    gradient = gradient.detach()
+    if gradient.dtype != dtype:
+        gradient = gradient.to(dtype)
     if unit.kind == "linear":
-        return gradient.flatten(1, -2).unsqueeze(0) if gradient.dim() > 2 else gradient[None, :, None, :]
+        return (gradient.flatten(1, -2) if gradient.dim() > 2 else gradient.unsqueeze(1)).unsqueeze(0)
     groups, rows, _ = unit.shape
     return gradient.reshape(gradient.shape[0], groups, rows, -1).permute(1, 0, 3, 2)
 
@@ -107,9 +110,20 @@ class Moments:
         self._positions = 1
         # In the mean form inputs are taken from a fixed point, the first batch's mean, and the population's mean is
         # known at the end: the covariance is then no difference of large numbers, and no batch is looked at twice.
-        self._origin: Tensor | None = None
-        self._drift: Tensor | None = None
+        self._first: Tensor | None = None
+        self._moved: Tensor | None = None
         self._images: _Images | None = None
+        self._deviations: Deviations | None = None
+
+    @property
+    def _origin(self) -> Tensor | None:
+        """That point [groups, 1, ., D]; None but in the mean form."""
+        return self._first if self._deviations is None else self._deviations.origin()
+
+    @property
+    def _drift(self) -> Tensor | None:
+        """The sum over examples of what a batch's mean is away from the origin, of its shape."""
+        return self._moved if self._deviations is None else self._deviations.drift()
 
     def add_inputs(self, x: Tensor) -> None:
         """Take the inputs x [groups, N, S, D] of one batch."""
@@ -121,6 +135,9 @@ class Moments:
     def add_images(self, image: Tensor, patches: Patches) -> None:
         """Take the inputs of one batch as the patches of an image [N, C, ...], which are not written out."""
         positions = patches.positions(image)
+        if self.levels == KFAC or (self.population and self.levels[1] == LOCATION):
+            self._add_deviations(image, patches, positions)
+            return
         if EXAMPLE in self.levels[1:2] and positions == 1:  # nothing varies within an example
             self.add_inputs(patches.unrolled(image))
             return
@@ -129,15 +146,26 @@ class Moments:
         mean = image.mean(0, keepdim=True)
         means = [self._images.over(image, mean, level) for level in self.levels[1:]]
         coarse = self._add_means(means, image.shape[0], positions)
-        if not coarse:
-            self._images.add(image, None)
-        elif self.levels[1] == LOCATION:
-            self._images.add(image, mean, fixed=coarse[0] is self._origin)
-        else:
-            deviations = self._images.add(image, mean)
+        deviations = self._images.add(image, mean)
+        if self.levels[1] != LOCATION:
             self._add_between(patches.unrolled(mean), coarse[0], image.shape[0])
             if self.levels[1] == EXAMPLE:
                 self._left[0].add(patches.averaged(deviations, homogeneous=0.0), -positions)
+
+    def _add_deviations(self, image: Tensor, patches: Patches, positions: int) -> None:
+        """Take images where there is nothing but A, or S and M: from a fixed image, be it zero."""
+        if self._deviations is None:
+            self._deviations, self._positions = Deviations(patches, centred=self.population), positions
+        size = self._deviations.size()
+        if size is not None and size != image.shape[2:]:
+            raise self._no_mean(positions, self._positions)
+        self._deviations.add(image)
+
+    def _no_mean(self, here: int, there: int) -> UnitError:
+        return UnitError(
+            f"unit '{self.name}' has {here} positions in one batch and {there} in another, so its mean by location is "
+            "undefined; use form='paper', or grouping='pooled'"
+        )
 
     def _add_means(self, means: list[Tensor], examples: int, positions: int) -> list[Tensor]:
         """Take the means of the levels but the first; return them, the last from the population in the mean form."""
@@ -162,15 +190,12 @@ class Moments:
 
     def _from_origin(self, mean: Tensor, examples: int, positions: int) -> Tensor:
         """Return the origin, having noted how far a batch's mean is from it."""
-        if self._origin is None or self._drift is None:
-            self._origin, self._drift, self._positions = mean, torch.zeros_like(mean), positions
-        if mean.shape != self._origin.shape:
-            raise UnitError(
-                f"unit '{self.name}' has {mean.shape[2]} positions in one batch and {self._origin.shape[2]} in "
-                "another, so its mean by location is undefined; use form='paper', or grouping='pooled'"
-            )
-        self._drift.add_(mean - self._origin, alpha=examples)
-        return self._origin
+        if self._first is None or self._moved is None:
+            self._first, self._moved, self._positions = mean, torch.zeros_like(mean), positions
+        if mean.shape != self._first.shape:
+            raise self._no_mean(mean.shape[2], self._first.shape[2])
+        self._moved.add_(mean - self._first, alpha=examples)
+        return self._first
 
     def add_gradients(self, g: Tensor, weight: float = 1.0) -> None:
         """Take the gradients g [groups, N, S, C] of one backward pass, which counts `weight`."""
@@ -185,6 +210,8 @@ class Moments:
 
     def _input_factors(self) -> list[Tensor]:
         """Return the sums of the levels' input factors; in the mean form there is none of the last."""
+        if self._deviations is not None:
+            return [self._deviations.sum()]
         first, *others = [gram.sum() for gram in self._left]
         if self._images is not None:
             first = self._images.sum() if first is None else first + self._images.sum()
@@ -193,30 +220,39 @@ class Moments:
     def terms(self, rows: int, examples: int) -> tuple[Term, ...]:
         """Return the terms, one a level, with input factors [groups, D, D] and gradient factors [groups, rows, rows].
 
-        `examples` is how many were taken in all.
+        `examples` is how many were taken in all. The terms are there in place of the sums, which are given up.
 
         The gradient factors are zero where no gradient ever arrived.
         """
-        left = [factor / examples for factor in self._input_factors()]
+        left, root = self._left_factors(examples)
         none = left[0].new_zeros(left[0].shape[0], rows, rows)
-        right = [none if (factor := gram.sum()) is None else factor / examples for gram in self._right]
-        if self._origin is None or self._drift is None:
-            return tuple(Term(a, h) for a, h in zip(left, right, strict=True))
-        scale = (self._positions / self._origin.shape[2]) ** 0.5
-        drift = (self._drift / examples * scale).flatten(1, 2)
+        right = [none if (factor := gram.sum()) is None else factor.div_(examples) for gram in self._right]
+        self._left, self._right, self._images, self._deviations = [], [], None, None
+        terms = [Term(a, h) for a, h in zip(left, right, strict=False)]
+        return tuple(terms) if root is None else (*terms, root_term(root, right[-1]))
+
+    def _left_factors(self, examples: int) -> tuple[list[Tensor], Tensor | None]:
+        """Return the input factors, and in the mean form the root of the last [groups, ., D] instead of it."""
+        if self._deviations is not None:
+            if self.population:
+                self._deviations.settle(examples)
+            origin = self._deviations.origin()
+            return [self._deviations.sum(1 / examples)], None if origin is None else origin.flatten(1, 2)
+        left = [factor / examples for factor in self._input_factors()]
+        if self._first is None or self._moved is None:
+            return left, None
+        scale = (self._positions / self._first.shape[2]) ** 0.5
+        drift = (self._moved / examples * scale).flatten(1, 2)
         left[-1] = left[-1] - symmetrised(drift.mT @ drift)
-        root = self._origin.flatten(1, 2) * scale + drift
-        return (*(Term(a, h) for a, h in zip(left, right, strict=False)), root_term(root, right[-1]))
+        return left, self._first.flatten(1, 2) * scale + drift
 
 
 class _Images:
-    """Accumulates the Gram matrix of patches of images, or of their deviations from an image."""
+    """Accumulates the Gram matrix of deviations of patches from their means by location, batch by batch."""
 
     def __init__(self, patches: Patches) -> None:
         self.patches = patches
         self._gram = PatchGram(patches)
-        self._fixed: Tensor | None = None
-        self._sums: Tensor | None = None
 
     def over(self, image: Tensor, mean: Tensor, level: Level) -> Tensor:
         """Return means [groups, ., ., D] of an image's patches over a level, where `mean` is the image's over N."""
@@ -224,35 +260,14 @@ class _Images:
             return self.patches.unrolled(mean)
         return self.patches.averaged(image if level == EXAMPLE else mean)
 
-    def add(self, image: Tensor, centre: Tensor | None, *, fixed: bool = False) -> Tensor:
-        """Take deviations from the image `centre` [1, C, ...], or from the first one ever given where it is `fixed`.
-
-        Returns the deviations.
-        """
-        if centre is None:
-            self._add_sums(image)
-        else:
-            if fixed:
-                self._fixed = centre = centre if self._fixed is None else self._fixed
-            image = image - centre
-        self._gram.add(image)
-        return image
-
-    def _add_sums(self, image: Tensor) -> None:
-        """Take the products with the homogeneous coordinate, which deviations do not have."""
-        if self.patches.homogeneous:
-            mean = self.patches.averaged(image.mean(0, keepdim=True))
-            sums = mean[:, 0] * (image.shape[0] * self.patches.positions(image))
-            self._sums = sums if self._sums is None else self._sums.add_(sums)
+    def add(self, image: Tensor, mean: Tensor) -> Tensor:
+        """Take an image [N, C, ...] with its mean [1, C, ...]; return its deviations."""
+        deviations = image - mean
+        self._gram.add(deviations)
+        return deviations
 
     def sum(self) -> Tensor:
-        """Return the sum [groups, D, D]."""
+        """Return the sum [groups, D, D]; deviations have no homogeneous coordinate."""
         total = self._gram.sum()
         assert total is not None
-        if not self.patches.homogeneous:
-            return total
-        total = F.pad(total, (0, 1, 0, 1))
-        if self._sums is not None:
-            total[:, -1:] = self._sums
-            total[:, :, -1:] = self._sums.mT
-        return total
+        return F.pad(total, (0, 1, 0, 1)) if self.patches.homogeneous else total

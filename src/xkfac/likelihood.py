@@ -6,6 +6,7 @@ segmentation), L_n is their mean, as the usual losses take it.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -71,7 +72,7 @@ class Categorical(Likelihood):
 
     def predictions(self, output: Tensor) -> int:
         """Return the number of positions."""
-        return self._flat(output)[0, 0].numel()
+        return math.prod(self._flat(output).shape[2:])
 
     def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """Draw classes [N, ...] by the Gumbel trick, without a host synchronisation."""
@@ -87,8 +88,8 @@ class Categorical(Likelihood):
     def score(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return softmax(output) - onehot(labels)."""
         score = self._flat(output.detach()).softmax(1)
-        ones = torch.ones_like(score[:, :1])
-        return score.scatter_add(1, labels.unsqueeze(1), -ones).to(output.dtype)
+        labels = labels.unsqueeze(1)
+        return score.scatter_add_(1, labels, score.new_full((), -1.0).expand(labels.shape)).to(output.dtype)
 
     def root(self, output: Tensor) -> Iterator[Tensor]:
         """Yield sqrt(p_c) (p - e_c) for every class c, position by position."""

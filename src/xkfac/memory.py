@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from xkfac import storage
 from xkfac.batches import Forward
 from xkfac.calibration import Calibration
-from xkfac.curvature import Curvature, Settings
+from xkfac.curvature import Curvature, Settings, is_finite
 from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, XkfacError
 from xkfac.estimation import Estimate, estimate
 from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, assemble, khatri_rao, parts, symmetrised
@@ -117,7 +117,7 @@ class Memory:
         if dtype not in _STORED:
             raise XkfacError(f"a memory is stored in {', '.join(map(str, _STORED))}, not {dtype}; choose one of these")
         for unit, tensor in (*self.anchor.items(), *self.curvature.tensors()):
-            if not bool(tensor.to(dtype).isfinite().all()):
+            if not is_finite(tensor.to(dtype)):
                 raise XkfacError(
                     f"numbers of unit '{unit}' are not finite in {dtype}; make the memory again, or save it in float64"
                 )
@@ -164,7 +164,7 @@ class Memory:
                 f"'{path}' is damaged: its header does not describe its tensors ({error}); fetch or make it again"
             ) from None
         for unit, tensor in (*memory.anchor.items(), *memory.curvature.tensors()):
-            if not bool(tensor.isfinite().all()):
+            if not is_finite(tensor):
                 raise MemoryFileError(f"'{path}' holds numbers of unit '{unit}' that are not finite; make it again")
         if model is not None:
             memory.check(model)
@@ -281,7 +281,7 @@ def _described(unit: Unit) -> str:
 def _anchor(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
     anchor = anchor_of(model, units)
     for name, tensor in anchor.items():
-        if not bool(tensor.isfinite().all()):
+        if not is_finite(tensor):
             raise NotFiniteError(
                 f"the merged weight of unit '{name}' is not finite; check the model's weights and BN statistics"
             )

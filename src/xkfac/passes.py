@@ -19,6 +19,7 @@ from xkfac.renorm import _BatchRenorm
 
 Statistics = Literal["batch", "population"]
 Progress = bool | Callable[[Iterable[Any]], Iterable[Any]]
+NO_BATCH = "the loader gave no batch; is it empty, or an iterator that was used up before?"
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -31,6 +32,14 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is None:
             return model
         model = inner
+
+
+def parallel_of(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """Return the DistributedDataParallel that wraps a model, inside a compiled module or outside of one, or None."""
+    inner: Any = model
+    while inner is not None and not isinstance(inner, nn.parallel.DistributedDataParallel):
+        inner = getattr(inner, "_orig_mod", None)
+    return inner
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -132,12 +141,13 @@ def batches(
     max_batches: int | None = None,
     progress: Progress = False,
     what: str = "batches",
+    may_be_none: bool = False,
 ) -> Iterator[tuple[int, Any]]:
     """Yield (number of examples, batch on `device`) for at most `max_batches` batches of a loader.
 
     `progress` is True for a line on standard error, or a function such as `tqdm.tqdm` that wraps an iterable.
 
-    Raises XkfacError when the loader is no iterable, gives nothing, or gives an empty batch.
+    Raises XkfacError when the loader is no iterable, gives an empty batch, or nothing, unless there `may_be_none`.
     """
     if max_batches is not None and max_batches < 1:
         raise XkfacError(f"max_batches must be at least 1, not {max_batches}")
@@ -156,8 +166,8 @@ def batches(
         seen += 1
         if seen == max_batches:
             break
-    if seen == 0:
-        raise XkfacError("the loader gave no batch; is it empty, or an iterator that was used up before?")
+    if seen == 0 and not may_be_none:
+        raise XkfacError(NO_BATCH)
 
 
 def count_batches(loader: Iterable[Any], max_batches: int | None) -> int | None:

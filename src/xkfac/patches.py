@@ -102,15 +102,23 @@ class Patches:
 
     def image(self, input: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a unit's input as an image, without a copy where it has the right type."""
-        input = input.detach().to(dtype)
+        input = input.detach()
+        if input.dtype != dtype:
+            input = input.to(dtype)
         if self.unit.convolution is not None:
             return input
         if input.dim() == 2:
             return input.unsqueeze(2)
         return input.flatten(1, -2).mT if self.unit.kind == "linear" else input.flatten(2)
 
+    def is_row(self, image: Tensor) -> bool:
+        """Whether the patches of an image are its rows: a linear layer's inputs, one an example."""
+        return self.convolution is _POINT and self.groups == 1 and image.shape[2] == 1
+
     def positions(self, image: Tensor) -> int:
         """Return S."""
+        if self.convolution is _POINT:
+            return image.shape[2]
         return math.prod(axis.positions for axis in axes_of(self.convolution, image.shape[2:]))
 
     def unrolled(self, image: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from xkfac.errors import MemoryFileError
+from xkfac.grams import mirror_
 
 FORMAT = "xkfac-memory"
 VERSION = 1
@@ -26,17 +27,18 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", t
 
 def triangle(matrix: Tensor) -> Tensor:
     """Return the lower triangle of symmetric matrices [..., F, F] as [..., F (F + 1) / 2]."""
-    rows, columns = torch.tril_indices(matrix.shape[-1], matrix.shape[-1], device=matrix.device)
-    return matrix[..., rows, columns]
+    rows = [row.narrow(-1, 0, place) for place, row in enumerate(matrix.unbind(-2), 1)]
+    return torch.cat(rows, -1) if rows else matrix.flatten(-2)
 
 
 def symmetric(packed: Tensor) -> Tensor:
     """Return the symmetric matrices [..., F, F] of packed triangles [..., F (F + 1) / 2]."""
     size = (math.isqrt(8 * packed.shape[-1] + 1) - 1) // 2
-    rows, columns = torch.tril_indices(size, size, device=packed.device)
     matrix = packed.new_empty(*packed.shape[:-1], size, size)
-    matrix[..., rows, columns] = packed
-    matrix[..., columns, rows] = packed
+    rows = torch.split(packed, list(range(1, size + 1)), -1)
+    for place, (own, row) in enumerate(zip(matrix.unbind(-2), rows, strict=True), 1):
+        own.narrow(-1, 0, place).copy_(row)
+    mirror_(matrix.view(math.prod(packed.shape[:-1]), size, size).mT)
     return matrix
 
 
@@ -48,8 +50,9 @@ def lower_root(matrix: Tensor) -> Tensor:
     wide = matrix.double()
     diagonal = wide.diagonal(dim1=-2, dim2=-1)
     empty = diagonal <= 0
-    # A singular A needs a little on its diagonal, in proportion, so that every feature keeps its own scale.
-    for jitter in (0.0, 1e-12, 1e-10, 1e-8, 1e-6):
+    # A singular A needs a little on its diagonal, in proportion, so that every feature keeps its own scale; what is
+    # added stays far below the digits that bfloat16 has, and an eigendecomposition takes several times as long.
+    for jitter in (0.0, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4):
         root, info = torch.linalg.cholesky_ex(wide + torch.diag_embed(diagonal.clamp(min=0) * jitter + 1.0 * empty))
         if not bool(info.any()):
             return torch.where(empty[..., None, :] | empty[..., :, None], 0.0, root).to(matrix.dtype)

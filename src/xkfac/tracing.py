@@ -96,7 +96,16 @@ class Trace(TorchFunctionMode, ABC):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch what runs inside; hooks that tell which BN runs are gone afterwards."""
+        """Watch what runs inside."""
+        with self.hooked(), self:
+            yield
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Be told which BN runs, so that `with trace:` is all that a forward pass needs; the hooks are gone afterwards.
+
+        A pass of many batches sets them once.
+        """
         handles = []
 
         def enter(path: str) -> Callable[[nn.Module, Any], None]:
@@ -109,8 +118,7 @@ class Trace(TorchFunctionMode, ABC):
             for path, norm in norms_of(self.model).items():
                 handles.append(norm.register_forward_pre_hook(enter(path)))
                 handles.append(norm.register_forward_hook(leave))
-            with self:
-                yield
+            yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -180,13 +180,14 @@ def find_units(
     units: bool = True,
     exclude: Iterable[str] = (),
     forward: Forward | None = None,
+    synchronised: bool = False,
 ) -> Coverage:
     """Run `model` once on `batch` and return its units.
 
     With `merge=False` nothing is merged: a layer and the BN behind it are two units, and that of a BN holds its gamma,
     beta, mu and sigma one by one. With `units=False` every parameter is a free one (plain EWC). `exclude` names
     parameters, modules (all their parameters) or patterns such as "head*" that are left out. `forward(model, batch)`
-    says how the model takes a batch.
+    says how the model takes a batch. `synchronised` admits SyncBatchNorm layers, for a pass that their processes share.
 
     Raises UnitError for BN layers that have no merged weight of their own: without running statistics, synchronised
     across processes, called more than once, with a gamma or beta that is transformed or shared, or with a first
@@ -203,7 +204,7 @@ def find_units(
         model.eval()
         output = (forward or default_forward)(model, batch)
     trace._use(list(tensors(output)), None, ())
-    found = list(_layers_and_norms(trace, size_of(batch), merge, excluded)) if units else []
+    found = list(_layers_and_norms(trace, size_of(batch), merge, excluded, synchronised)) if units else []
     taken = {name for unit in found for name in parameters_of(model, unit)}
     for name, parameter in model.named_parameters():
         if name not in taken and name not in excluded:
@@ -223,7 +224,9 @@ def parameters_of(model: nn.Module, unit: Unit) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _layers_and_norms(trace: _Discovery, size: int, merge: bool, excluded: set[str]) -> Iterator[Unit]:
+def _layers_and_norms(
+    trace: _Discovery, size: int, merge: bool, excluded: set[str], synchronised: bool
+) -> Iterator[Unit]:
     merged: set[str] = set()
     for weight, layer in trace.layers.items():
         parts = [weight, *_bias_names(trace, layer)]
@@ -240,7 +243,7 @@ def _layers_and_norms(trace: _Discovery, size: int, merge: bool, excluded: set[s
         # Read as an affine map, a lone BN without gamma and beta is a constant; its mu and sigma by themselves are not.
         if excluded.intersection([path, *affine]) or (merge and path not in merged and not affine):
             continue
-        _check_norm(trace, path, size)
+        _check_norm(trace, path, size, synchronised and merge)
         if path not in merged:
             name = _join(path, "weight").removesuffix(".weight")
             kind: Kind = "norm" if merge else "unmerged"
@@ -294,11 +297,14 @@ def _norm_behind(trace: _Discovery, layer: _Layer) -> str | None:
     return next(iter(users)) if len(users) == 1 else None
 
 
-def _check_norm(trace: _Discovery, path: str, size: int) -> None:
+def _check_norm(trace: _Discovery, path: str, size: int, synchronised: bool) -> None:
     norm, inputs = trace.norms[path], trace.norm_inputs[path]
     fault = None
-    if isinstance(norm, nn.SyncBatchNorm):
-        fault = "is a SyncBatchNorm, whose statistics span processes; use per-process BatchNorm layers"
+    if isinstance(norm, nn.SyncBatchNorm) and not synchronised:
+        fault = (
+            "is a SyncBatchNorm, whose statistics span processes; give a merged method the DistributedDataParallel "
+            "model, use per-process BatchNorm layers"
+        )
     elif norm.running_mean is None:
         fault = "has no running statistics, so it has no anchor; build it with track_running_stats=True"
     elif len(inputs) > 1:

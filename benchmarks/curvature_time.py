@@ -1,0 +1,165 @@
+"""What a curvature batch costs beside a plain forward and backward pass: a network for images, both as CUDA graphs.
+
+    python benchmarks/curvature_time.py --device cuda [--model resnet50] [--pixels 224] [--batch 32] [--output FOLDER]
+
+The cost of a batch is that of a long pass less that of a short one, over the batches between the two, so that what a
+pass does once is no part of it; that part is shown beside it. The methods take turns in one process, and the median
+counts. Peak memory is that of the pass above what lay on the device before. Operations are those of matrix products and
+convolutions. On a GPU, a pass that waited for the device in its later batches would fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import keep, provenance
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import xkfac
+from xkfac.experiments.backbones import make_backbone
+
+METHODS: dict[str, dict[str, Any]] = {
+    "K-FAC": {"method": "kfac"},
+    "XK-FAC": {"method": "xkfac"},
+    "XK-FAC, the paper's form": {"method": "xkfac", "form": "paper"},
+    "XK-FAC, hierarchical": {"method": "xkfac", "grouping": "hierarchical"},
+}
+Batch = tuple[Tensor, Tensor]
+GIB = 2**30
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def watched(batch: Batch, count: int, device: str) -> Iterator[Batch]:
+    """Yield a batch some times; to wait for the device after the first few is an error."""
+    for number in range(count):
+        if device == "cuda" and number == 6:
+            torch.cuda.set_sync_debug_mode("error")
+        yield batch
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def plain_pass(net: nn.Module, batch: Batch, device: str) -> Callable[[int], None]:
+    """Return plain forward and backward passes, replays of a graph on a GPU."""
+    x, y = batch
+
+    def once() -> None:
+        for parameter in net.parameters():
+            parameter.grad = None
+        F.cross_entropy(net(x), y).backward()  # type: ignore[no-untyped-call]
+
+    net.train()
+    once()
+    if device != "cuda":
+        return lambda count: [once() for _ in range(count)] and None
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        once()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    return lambda count: [graph.replay() for _ in range(count)] and None
+
+
+def curvature_pass(net: nn.Module, batch: Batch, device: str, made: dict[str, Any]) -> Callable[[int], None]:
+    def run(count: int) -> None:
+        xkfac.consolidate(net, watched(batch, count, device), exclude=["heads.*"], graph=device == "cuda", **made)
+
+    return run
+
+
+def seconds_of(run: Callable[[int], None], count: int, device: str) -> float:
+    wait(device)
+    start = time.perf_counter()
+    run(count)
+    wait(device)
+    return time.perf_counter() - start
+
+
+def peak_of(run: Callable[[], None]) -> float:
+    """Return how many GiB more than before lie on the GPU at most."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return float(torch.cuda.max_memory_allocated() - before) / GIB
+
+
+def operations_of(run: Callable[[], None]) -> float:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops() / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("results/curvature-time"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--stem", default="standard", choices=["standard", "small"])
+    parser.add_argument("--pixels", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--precision", default="tf32", choices=["float32", "tf32"])
+    parser.add_argument("--batches", type=int, nargs=2, default=[8, 40], help="of a short pass and of a long one")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="NAME")
+    options = parser.parse_args()
+    torch.set_float32_matmul_precision("high" if options.precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
+    torch.manual_seed(0)
+    device, (short, long) = options.device, options.batches
+    net = make_backbone(options.model, {"source": 1000}, stem=options.stem, seed=0).to(device)
+    net.to(memory_format=torch.channels_last)
+    net.enter("source")
+    x = torch.randn(options.batch, 3, options.pixels, options.pixels, device=device)
+    batch = x.to(memory_format=torch.channels_last), torch.randint(0, 1000, (options.batch,), device=device)
+    record = {**provenance(), "options": {key: str(value) for key, value in vars(options).items() if key != "output"}}
+    made = {name: {**METHODS[name], "draws": 1} for name in options.methods}
+    runs = {"plain": plain_pass(net, batch, device)}
+    runs |= {name: curvature_pass(net, batch, device, one) for name, one in made.items()}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for turn in range(options.rounds + 1):
+        for name, run in runs.items():
+            brief, full = (seconds_of(run, count, device) for count in (short, long))
+            if turn:  # the first makes what is made once in a process
+                each = (full - brief) / (long - short)
+                seconds[name].append((each, brief - short * each))
+    costs = {}
+    for name in runs:
+        single = curvature_pass(net, batch, "cpu", made[name]) if name in made else plain_pass(net, batch, "cpu")
+        costs[name] = {"gflop": operations_of(lambda single=single: single(1))}
+        if device == "cuda":
+            costs[name]["peak_gib"] = peak_of(lambda single=single: single(1))
+    plain = statistics.median(each for each, _ in seconds["plain"])
+    lines = [
+        "| batch | milliseconds | ratio to plain | once a pass, ms | GFLOP of products | TFLOP/s | peak, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, values in seconds.items():
+        each, once = (statistics.median(column) for column in zip(*values, strict=True))
+        cost = costs[name]
+        lines.append(
+            f"| {name} | {1000 * each:.3f} | {each / plain:.2f} | {1000 * once:.0f} | {cost['gflop']:.1f} | "
+            f"{cost['gflop'] / each / 1000:.1f} | {cost.get('peak_gib', float('nan')):.2f} |"
+        )
+    keep(options.output, record, {"seconds": seconds, "costs": costs}, "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""First and second moments of a unit's inputs, taken from a point that is the same for all batches.
+
+In the mean form that point is the mean of the first batch, and the population's mean is known at the end: the
+covariance is then no difference of large numbers, and no batch is looked at twice. K-FAC takes its inputs from zero.
+Whatever is linear in the inputs, the means by location among it, is kept of the image and unrolled once, at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from xkfac.autocorrelation import PatchGram
+from xkfac.grams import add_gram, mirror_
+from xkfac.patches import Patches
+from xkfac.precision import rounds, summed_in
+
+# On a CPU rows wait for so many of them: a product reads and writes the whole matrix, which is larger than a cache.
+ROOM = 512
+
+
+class Rows:
+    """Accumulates sum r and sum r r^T over rows r = x - origin of inputs x [N, F]; without an origin it is zero.
+
+    On a CPU rows are written to where they wait, and for most batches that is all. On a GPU nothing waits: it could not
+    be replayed.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        features = like.shape[1]
+        self._total = like.new_zeros(1, features, features)
+        self._sums = like.new_zeros(1, features)
+        self._waiting = like.new_empty(ROOM if like.device.type == "cpu" else 0, features)
+        self._count = 0
+
+    def add(self, rows: Tensor, origin: Tensor | None) -> None:
+        """Take rows [N, F], from an origin [1, F] or zero."""
+        room = self._waiting.shape[0]
+        if room == 0:
+            self._accumulate(rows if origin is None else rows - origin)
+            return
+        for some in torch.split(rows, room) if rows.shape[0] > room else (rows,):
+            count = some.shape[0]
+            if self._count + count > room:
+                self._flush()
+            place = self._waiting.narrow(0, self._count, count)
+            if origin is None:
+                place.copy_(some)
+            else:
+                torch.sub(some, origin, out=place)
+            self._count += count
+
+    def _flush(self) -> None:
+        if self._count:
+            self._accumulate(self._waiting[: self._count])
+            self._count = 0
+
+    def _accumulate(self, rows: Tensor) -> None:
+        self._sums += rows.sum(0)
+        add_gram(self._total, rows.mT.unsqueeze(0))
+
+    def sums(self) -> Tensor:
+        """Return sum r, [1, F]."""
+        self._flush()
+        return self._sums
+
+    def settle(self, examples: int) -> Tensor:
+        """Take the rows from their mean instead; return how far it is from the origin before, [1, F]."""
+        drift = self.sums() / examples
+        add_gram(self._total, drift.mT.unsqueeze(0), -float(examples))
+        self._sums.zero_()
+        return drift
+
+    def into(self, total: Tensor, scale: float) -> None:
+        """Write scale times sum r r^T to `total` [1, F, F], exactly symmetric."""
+        self._flush()
+        mirror_(torch.mul(self._total, scale, out=total))
+
+
+class Deviations:
+    """Accumulates the moments of patches of images; `centred`: from the first batch's mean by location, else from zero.
+
+    Where they are centred, all images are of one size.
+    """
+
+    def __init__(self, patches: Patches, *, centred: bool) -> None:
+        self.patches, self.centred = patches, centred
+        self._origin: Tensor | None = None
+        self._rows: Rows | None = None
+        self._gram = PatchGram(patches)
+        # Sums over examples by size of the image, and how many examples: numbers that a recorded graph counts too.
+        self._sums: dict[torch.Size, Tensor] = {}
+        self._counts: dict[torch.Size, Tensor] = {}
+
+    def size(self) -> torch.Size | None:
+        """Return the size that images must have, None where any will do."""
+        return None if self._origin is None else self._origin.shape[2:]
+
+    def add(self, image: Tensor) -> None:
+        """Take the patches of images [N, C, ...]."""
+        if self.centred and self._origin is None:
+            self._origin = image.mean(0, keepdim=True)
+        if not self.centred and self.patches.homogeneous:
+            self._count(image)
+        if self.patches.is_row(image):
+            if self._rows is None:
+                self._rows = Rows(image)
+            self._rows.add(image.select(2, 0), None if self._origin is None else self._origin.select(2, 0))
+            return
+        if self._origin is not None and rounds(image):
+            # The difference is rounded where it is written, so that products and sums read half of it.
+            image = torch.sub(image, self._origin, out=torch.empty_like(image, dtype=torch.bfloat16))
+        elif self._origin is not None:
+            image = image - self._origin
+        self._gram.add(image)
+        sums = image.sum(0, keepdim=True, dtype=summed_in(image.dtype))
+        known = self._sums.get(image.shape[2:])
+        if known is None:
+            self._sums[image.shape[2:]] = sums
+        else:
+            known += sums
+
+    def _count(self, image: Tensor) -> None:
+        if image.shape[2:] not in self._counts:
+            self._counts[image.shape[2:]] = image.new_zeros(())
+        self._counts[image.shape[2:]] += len(image)
+
+    def _totals(self) -> dict[torch.Size, Tensor]:
+        """Return the sums [1, C, ...] over examples by size of the image."""
+        if self._rows is None:
+            return self._sums
+        rows = self._rows.sums().unsqueeze(2)
+        return {**self._sums, rows.shape[2:]: rows}
+
+    def settle(self, examples: int) -> None:
+        """Move the origin to the mean of the `examples` taken: S - N d d^T, where d is how far it moves."""
+        assert self._origin is not None
+        if self._rows is not None:
+            drift = self._rows.settle(examples).unsqueeze(2)
+        else:
+            (sums,) = self._sums.values()
+            drift = sums / examples
+            self._gram.add(drift, -float(examples))
+            sums.zero_()
+        self._origin = self._origin + drift
+
+    def origin(self) -> Tensor | None:
+        """Return the patches [groups, 1, S, D] of the origin, the homogeneous coordinate 1; None where it is zero."""
+        return None if self._origin is None else self.patches.unrolled(self._origin)
+
+    def drift(self) -> Tensor | None:
+        """Return the sum of deviations from the origin, [groups, 1, S, D]; None where the origin is zero."""
+        if self._origin is None:
+            return None
+        (sums,) = self._totals().values()
+        drift = self.patches.unrolled(sums)
+        if self.patches.homogeneous:
+            drift[..., -1] = 0
+        return drift
+
+    def sum(self, scale: float = 1.0) -> Tensor:
+        """Return scale times the sum of squares [groups, D, D], exactly symmetric."""
+        groups, _, columns = self.patches.unit.shape
+        total = next(iter(self._totals().values())).new_empty(groups, columns, columns)
+        features = columns - self.patches.homogeneous
+        inner = total[:, :features, :features]
+        if self._rows is None:
+            self._gram.into(inner, scale)
+        else:
+            self._rows.into(inner, scale)
+            rest = self._gram.sum()  # of batches with other numbers of positions
+            if rest is not None:
+                inner += scale * rest
+        if self.patches.homogeneous:
+            # Deviations have no homogeneous coordinate.
+            last = total.new_zeros(groups, columns) if self.centred else self._first_moments() * scale
+            total[:, -1] = last
+            total[:, :, -1] = last
+        return total
+
+    def _first_moments(self) -> Tensor:
+        """Return the sums of patches over examples and positions, [groups, D], their number as the last."""
+        totals = []
+        for size, sums in self._totals().items():
+            patches = self.patches.averaged(sums)[:, 0, 0]
+            patches[:, -1] = self._counts[size]
+            totals.append(patches * self.patches.positions(sums))
+        return torch.stack(totals).sum(0)

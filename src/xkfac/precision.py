@@ -1,0 +1,35 @@
+"""Which products of float32 matrices may be coarser than float32, as torch's own setting says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rounds(like: Tensor) -> bool:
+    """Whether products with `like` may be of bfloat16: float32 on a CUDA device at the matmul precision "medium".
+
+    At "high" they are of TF32, which torch sees to by itself. The rounding is of the factors alone; sums are float32.
+    """
+    allowed = torch.get_float32_matmul_precision() == "medium" and hasattr(torch.ops.aten.bmm, "dtype")
+    return allowed and like.is_cuda and like.dtype == torch.float32
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """Return a tensor as products may have it."""
+    return tensor.bfloat16() if rounds(tensor) else tensor
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that products of a dtype are summed in."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+def add_product_(total: Tensor, first: Tensor, second: Tensor, scale: float = 1.0) -> None:
+    """Add scale * A B to `total` [n, ., .], which has the dtype that products are summed in."""
+    if first.dtype == total.dtype:
+        total.baddbmm_(first, second, alpha=scale)
+    elif first.is_cuda:
+        total.add_(torch.bmm(first, second, out_dtype=total.dtype), alpha=scale)
+    else:
+        total.baddbmm_(first.to(total.dtype), second.to(total.dtype), alpha=scale)
