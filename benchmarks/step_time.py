@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="NAME")
     options = parser.parse_args()
-    torch.set_float32_matmul_precision("highest" if options.precision == "float32" else "high")
+    torch.set_float32_matmul_precision({"float32": "highest", "tf32": "high", "bfloat16": "medium"}[options.precision])
     torch.backends.cudnn.allow_tf32 = options.precision != "float32"
     record = {**provenance(), "options": {key: str(value) for key, value in vars(options).items() if key != "output"}}
     count, side, generator = options.steps * options.batch, options.pixels, stream("step time")

@@ -96,3 +96,12 @@ def gradients(model, learner, batch=None, call=None):
     return objective.detach(), {
         name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
     }
+
+
+def bare(model):
+    """Return a model without the hooks and forward passes that a learner has put on it, or on what it is a copy of."""
+    for module in model.modules():
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+        vars(module).pop("forward", None)
+    return model

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.setups import Everything, data, randomise
+from tests.setups import Everything, bare, data, randomise
 from xkfac import METHODS, Balance, Learner, consolidate
+from xkfac.stacking import Rounded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -41,16 +42,9 @@ def pair(method="xkfac", **made):
     memory = consolidate(model, batches(2), method, **made)
     first = Step(model, memory)
     first.learner.begin(batches(2, shift=1.0, seed=1))
-    second = Step(copy.deepcopy(model), memory)
-    for module in second.model.modules():
-        for handle in [key for key in module._forward_pre_hooks if key not in handles(second)]:
-            del module._forward_pre_hooks[handle]
+    second = Step(bare(copy.deepcopy(model)), memory)
     second.learner.load_state_dict(first.learner.state_dict())
     return first, second
-
-
-def handles(step):
-    return {handle.id for handle in step.learner._handles}
 
 
 @pytest.mark.parametrize("branches", [False, True])
@@ -98,8 +92,6 @@ def test_fused_gradients_are_those_of_autograd(made, branches, monkeypatch):
         step(x, y)
     model, learner = step.model.double(), step.learner
     learner.close()
-    for module in model.modules():
-        module._forward_pre_hooks.clear()
     learner = Learner(model, learner.memory, damping=1e-3)
     learner.load_state_dict({"begun": True, "balance": None})
     for x, _ in batches(3, seed=4):
@@ -160,11 +152,61 @@ def test_the_value_on_the_gpu_is_that_on_the_cpu():
             one.copy_(two)
     values = []
     for model in (step.model, other):
-        for module in model.modules():
-            module._forward_pre_hooks.clear()
-        learner = Learner(model, step.learner.memory)
+        learner = Learner(bare(model), step.learner.memory)
         learner.load_state_dict({"begun": True, "balance": None})
         x, y = (tensor.to(next(model.parameters()).device) for tensor in batches(1, seed=2)[0])
         learner.objective(F.cross_entropy(model(x), y))
         values.append(learner.last_penalty.cpu())
     torch.testing.assert_close(values[0], values[1], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(
+    "kind", [{"method": "kfac"}, {"form": "mean"}, {"form": "paper"}, {"grouping": "hierarchical"}]
+)
+def test_factors_of_bfloat16_products_are_near_those_of_float32(kind, graph):
+    model = randomise(Everything()).cuda()
+    before, found = torch.get_float32_matmul_precision(), []
+    try:
+        for precision in ("highest", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            large = [(x.repeat(40, 1, 1, 1), y.repeat(40)) for x, y in batches(3)]
+            found.append(consolidate(model, large, labels="empirical", graph=graph, **kind).curvature)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    different = False
+    for (name, one), (_, other) in zip(*(curvature.tensors() for curvature in found), strict=True):
+        assert other.dtype == torch.float32
+        assert (one - other).norm() <= 0.01 * one.norm(), name
+        different |= not torch.equal(one, other)
+    assert different
+
+
+@pytest.mark.parametrize("made", [{"form": "paper"}, {"grouping": "hierarchical"}, {"method": "kfac"}])
+def test_products_of_bfloat16_are_near_those_of_float32(made):
+    model = randomise(Everything()).cuda()
+    memory = consolidate(model, batches(2), **{"method": "xkfac", **made})
+    x, y = batches(1, seed=2)[0]
+    before, found = torch.get_float32_matmul_precision(), []
+    start = copy.deepcopy(model.state_dict())
+    torch.manual_seed(0)
+    moves = [0.05 * torch.randn_like(parameter) for parameter in model.parameters()]
+    try:
+        for precision in ("highest", "medium"):
+            model.load_state_dict(start)
+            torch.set_float32_matmul_precision(precision)
+            with torch.no_grad():
+                torch._foreach_add_(list(model.parameters()), moves)
+            learner = Learner(model.train(), memory)
+            learner.load_state_dict({"begun": True, "balance": None})
+            assert any(isinstance(block, Rounded) for block, _ in learner._fused._products._parts) == (
+                precision == "medium"
+            )
+            model.zero_grad()
+            learner.backward(0 * F.cross_entropy(model(x), y))
+            found.append((learner.last_penalty, torch.cat([p.grad.flatten() for p in model.parameters()])))
+            learner.close()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0.02, atol=0)
+    assert (found[1][1] - found[0][1]).norm() < 0.02 * found[0][1].norm()

@@ -7,8 +7,9 @@ from torch import nn
 from tests.setups import data, randomise
 from tests.test_penalty import CURVATURES
 from xkfac import estimate
+from xkfac.kronecker import Kronecker, Term
 from xkfac.merging import bind
-from xkfac.stacking import Group, Products, Stack, group
+from xkfac.stacking import Group, Products, Rounded, Stack, group, in_bfloat16
 from xkfac.units import find_units
 
 
@@ -78,3 +79,39 @@ def test_products_of_stacked_blocks_are_those_of_each(curvature, row):
     wanted = made.curvature.product({one.name: one.whole(moved).clone() for one in members})
     for one in members:
         torch.testing.assert_close(one.whole(out), 1 + wanted[one.name], rtol=1e-10, atol=1e-11, msg=one.name)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("low_rank", [True, False])
+def test_rounded_products_of_small_integers_are_exact(groups, low_rank):
+    """They and their sums have few digits, so that bfloat16 rounds none of them."""
+
+    def integers(*shape):
+        return torch.randint(-2, 3, shape).float()
+
+    lefts = integers(groups, 8, 8), integers(groups, 2, 8) if low_rank else integers(groups, 8, 8)
+    block = Kronecker(
+        (Term(lefts[0], integers(groups, 3, 3)), Term(lefts[1], integers(groups, 3, 3), low_rank=low_rank))
+    )
+    v = torch.zeros(groups, 3, 8)
+    v[:, 1, ::4] = 1.0
+    found = integers(groups, 3, 8)
+    wanted = found + block.product(v)
+    coarse = in_bfloat16(block)
+    assert isinstance(coarse, Rounded)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in (*coarse.lefts, coarse.right))
+    coarse.add_product(v.bfloat16(), found)
+    assert torch.equal(found, wanted)
+    assert not torch.equal(wanted, torch.zeros_like(wanted))
+
+
+def test_products_are_rounded_where_torch_may_round_and_on_a_gpu_alone():
+    net = randomise(Alike())
+    made = estimate(net, data(), form="paper")
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        products = Products(made.curvature, group(list(bind(net, made.coverage.units).values())))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert not any(isinstance(block, Rounded) for block, _ in products._parts)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import xkfac
-from tests.setups import data, gradients, mlp, move, randomise, started, target
+from tests.setups import bare, data, gradients, mlp, move, randomise, started, target
 from xkfac import Balance, Learner, consolidate
 from xkfac.errors import XkfacError
 from xkfac.merging import INTERPRETATIONS
@@ -22,10 +22,7 @@ METHODS = ["xkfac", "unmerged", "fixed-bn", "ewc"]
 
 def twin(model, learner, **options):
     """Return a copy of model and learner in the same state, the copy without hooks but its own."""
-    other = copy.deepcopy(model)
-    for module in other.modules():
-        module._forward_pre_hooks.clear()
-        module._forward_hooks.clear()
+    other = bare(copy.deepcopy(model))
     new = Learner(other, learner.memory, **options)
     new.load_state_dict({"begun": True, "balance": None})
     return other, new
@@ -92,9 +89,14 @@ def test_inductor(whole):
     assert_same(found, gradients(other, eager)[1])
 
 
-def test_a_learner_that_a_compiled_model_does_not_notice_is_reported():
+class Derived(nn.BatchNorm1d):
+    """A BN that is not torch's own, so that a hook reads it."""
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_learner_that_a_compiled_model_does_not_notice_is_reported(noticed):
     torch._dynamo.reset()
-    model = mlp().eval()
+    model = mlp(nn.BatchNorm1d if noticed else Derived).eval()
     memory = consolidate(model, data())
     compiled = torch.compile(model, backend="aot_eager")
     start = copy.deepcopy(model.state_dict())
@@ -103,7 +105,13 @@ def test_a_learner_that_a_compiled_model_does_not_notice_is_reported():
     model.load_state_dict(start)
     learner = Learner(compiled, memory)
     learner.begin(target())
+    start = copy.deepcopy(model.state_dict())
     loss = compiled(target()[0][0]).sum()
+    if noticed:
+        value = learner.objective(loss)
+        model.load_state_dict(start)
+        torch.testing.assert_close(value, learner.objective(model(target()[0][0]).sum()))
+        return
     with pytest.raises(XkfacError, match="make the learner before the first call of a compiled model"):
         learner.objective(loss)
 

@@ -21,6 +21,7 @@ from xkfac.merging import BoundUnit, Reading
 from xkfac.penalty import Penalty
 from xkfac.renorm import _BatchRenorm
 from xkfac.stacking import ROW, Member, Products, group
+from xkfac.taps import Shared
 
 _Wanted = Sequence[tuple[torch.Size, torch.dtype] | None]
 
@@ -114,47 +115,66 @@ class FusedPenalty:
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Return L_s and pairs of a tensor and `factor` times the gradient in it, without a graph.
 
-        The tensors are parameters, the statistics of readings, and others that L_s is made of. With a `branch` the
-        numbers are there after its `join`, but for the gradients in statistics, which a `Tap` waits for by itself.
+        The tensors are parameters, the statistics of readings or what takes the place of these in `Shared`, and others
+        that L_s is made of. With a `branch` the numbers are there after its `join`, but for the gradients in
+        statistics, which a `Tap` waits for by itself.
         """
         inputs = self._inputs(readings)
         with torch.no_grad(), torch.autocast(self._origin.device.type, enabled=False):
-            statistics = self._statistics(inputs)
+            statistics = self._statistics(readings, inputs)
             with nullcontext() if branch is None else branch.beside():
                 result = self.evaluate(readings, inputs, statistics, True, branch)
                 found = self.gradients(result, factor, _wanted(inputs), branch)
                 value = self.value(result)
         return value, [(a, b) for a, b in zip(inputs, found, strict=True) if a is not None and b is not None]
 
+    def _shared(self, readings: Mapping[str, Reading]) -> list[Shared] | None:
+        """Return the readings of all units with BN, if they are such that BN's backward pass takes gradients along."""
+        found = [readings.get(one.name) for one in self._merged]
+        shared = [one for one in found if isinstance(one, Shared)]
+        return shared if len(shared) == len(found) else None
+
     def _inputs(self, readings: Mapping[str, Reading]) -> list[Tensor | None]:
         """Return what L_s is a function of: the weights of all units, then the vectors, those of statistics too."""
         read = [readings.get(one.name) for one in self._merged]
+        shared = self._shared(readings)
+        if shared is None:
+            statistics = [(None, None) if one is None else (one.mean, one.var) for one in read]
+        else:
+            statistics = [one.handles for one in shared]
         norms = [one.bound.norm for one in self._merged]
         return [
             *(_weight(one, readings) for each in self._groups for one in each.members),
             *(norm.weight for norm in norms),
             *(one.bound.bias for one in self._merged),
-            *(reading and reading.mean for reading in read),
-            *(reading and reading.var for reading in read),
+            *(mean for mean, _ in statistics),
+            *(var for _, var in statistics),
             *(norm.bias for norm in norms),
             *(one.bound.bias for one in self._plain),
         ]
 
-    def _statistics(self, inputs: Sequence[Tensor | None]) -> Tensor | None:
-        """Return mean and variance [2, channels] of all mini-batches, or None where no gradient flows through them."""
+    def _statistics(self, readings: Mapping[str, Reading], inputs: Sequence[Tensor | None]) -> _Statistics | None:
+        """Return the statistics of all mini-batches, or None where no gradient flows through them."""
         start, count = len(inputs) - len(self._sizes) + 2 * len(self._merged), len(self._merged)
         mean, var = inputs[start : start + count], inputs[start + count : start + 2 * count]
         if not any(one is not None and one.requires_grad for one in mean):
             return None
+        shared = self._shared(readings)
+        if shared is not None:
+            both = torch.cat([*(one.mean for one in shared), *(one.inverse for one in shared)])
+            batch_mean, inverse = both.to(self._origin.dtype).view(2, -1)
+            return _Statistics(batch_mean, inverse, shared[0].sums)
         ones, zeros = self._fillers
         both = torch.cat([*self._filled(mean, zeros), *self._filled(var, ones)])
-        return both.to(self._origin.dtype).view(2, -1)
+        batch_mean, batch_var = both.to(self._origin.dtype).view(2, -1)
+        # What is taken off the vectors is -eps.
+        return _Statistics(batch_mean, (batch_var - self._start[3 * self._count : 4 * self._count]).rsqrt_(), False)
 
     def evaluate(
         self,
         readings: Mapping[str, Reading],
         inputs: Sequence[Tensor | None],
-        statistics: Tensor | None,
+        statistics: _Statistics | None,
         gradient: bool,
         branch: Branch | None,
     ) -> _Result:
@@ -170,15 +190,17 @@ class FusedPenalty:
         inner, found = self._vector_gradients(tall, rows, product)
         if statistics is not None:
             if branch is not None:
-                branch.catch_up(statistics)
+                branch.catch_up(statistics.mean)
             self._add_statistics(statistics, rows, inner, found)
         return _Result(product, rows.scale, found)
 
     def value(self, result: _Result) -> Tensor:
         """Return L_s, half the inner product of W~ - W~* and P, of the latest evaluation, once."""
-        # A sum in pairs, for one running sum over millions of numbers would lose four digits of seven. H is positive
-        # semi-definite; in its null space rounding alone decides the sign.
-        return self._moved.mul_(result.product).sum().clamp_(min=0).mul_(0.5)
+        # A sum in pairs, for one running sum over millions of numbers would lose four digits of seven; a GPU has many.
+        # H is positive semi-definite; in its null space rounding alone decides the sign.
+        moved, product = self._moved, result.product
+        value = torch.dot(moved, product) if moved.is_cuda else moved.mul_(product).sum()
+        return value.clamp_(min=0).mul_(0.5)
 
     def _rows(self, vectors: Tensor) -> _Rows:
         """Return the vectors over all channels of all BN, and the last column of W~ - W~* of all units."""
@@ -218,14 +240,21 @@ class FusedPenalty:
         torch.addcmul(inner, to_beta, rows.offset, out=to_gamma).mul_(rows.inverse)
         return inner, found
 
-    def _add_statistics(self, statistics: Tensor, rows: _Rows, inner: Tensor, found: Tensor) -> None:
-        """Write the gradients in mean and variance: -s p_b and -s (p_w . w + p_b (b - mean)) / (2 (var + eps))."""
+    def _add_statistics(self, statistics: _Statistics, rows: _Rows, inner: Tensor, found: Tensor) -> None:
+        """Write the gradients in mean and variance: -s p_b and -s (p_w . w + p_b (b - mean)) / (2 (var + eps)).
+
+        As sums (see `Shared`) they are p_b r and (p_w . w + p_b (b - mean)) r, with r = sqrt(var + eps) / sqrt(spread +
+        eps), which is the r of BRN.
+        """
         _, to_bias, to_mean, to_var, to_beta = found[: 5 * self._count].view(5, -1)
-        mean, var = statistics
-        torch.neg(to_bias, out=to_mean)
-        torch.addcmul(inner, to_beta, rows.bias - mean, out=to_var).mul_(rows.scale)
-        # 2 (eps + var), negative: what is taken off the vectors is -eps.
-        to_var.div_((self._start[3 * self._count : 4 * self._count] - var).mul_(2))
+        torch.addcmul(inner, to_beta, rows.bias - statistics.mean, out=to_var)
+        if statistics.sums:
+            r = rows.inverse / statistics.inverse
+            torch.mul(to_beta, r, out=to_mean)
+            to_var.mul_(r)
+        else:
+            torch.neg(to_bias, out=to_mean)
+            to_var.mul_(rows.scale).mul_(statistics.inverse.square().mul_(-0.5))
 
     def gradients(
         self, result: _Result, factor: float | Tensor, wanted: _Wanted, branch: Branch | None = None
@@ -278,7 +307,7 @@ class _Fused(torch.autograd.Function):
         *inputs: Tensor | None,
     ) -> Tensor:
         with torch.autocast(fused._origin.device.type, enabled=False):
-            statistics = fused._statistics(inputs)
+            statistics = fused._statistics(readings, inputs)
             with nullcontext() if branch is None else branch.beside():
                 result = fused.evaluate(readings, inputs, statistics, gradient, branch)
                 value = fused.value(result)
@@ -307,6 +336,15 @@ class _Rows:
     scale: Tensor
     offset: Tensor
     last: Tensor
+
+
+@dataclass(frozen=True)
+class _Statistics:
+    """Mean and 1 / sqrt(var + eps) [channels] of all mini-batches; whether gradients in them are wanted as sums."""
+
+    mean: Tensor
+    inverse: Tensor
+    sums: bool
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -142,15 +142,16 @@ class BoundUnit:
             population = torch.stack([_wide(self.norm.running_mean), _wide(self.norm.running_var)])
         return Reading(mean, var, differentiable=differentiable, population=population)
 
-    @torch.no_grad()
     def _with_correction(self, reading: Reading) -> Reading:
         """Return `reading` with r and d [C] that bring mini-batch statistics [C] to the population's."""
         if reading.population is None:
             return reading
-        mean, var = reading.population
-        std = (var + self.norm.eps).sqrt()
-        r, d = (reading.var + self.norm.eps).sqrt() / std, (reading.mean - mean) / std
-        return replace(reading, r=keep(r), d=keep(d), population=None)
+        batch_mean, batch_var = reading.mean, reading.var
+        with torch.no_grad():
+            mean, var = reading.population
+            std = (var + self.norm.eps).sqrt()
+            r, d = (batch_var + self.norm.eps).sqrt() / std, (batch_mean - mean) / std
+        return Reading(batch_mean, batch_var, keep(r), keep(d), reading.differentiable)
 
     def applied(self, input: Tensor) -> Reading:
         """Return the reading that the BN itself applies to a mini-batch `input` [N, C, ...] in its present mode."""

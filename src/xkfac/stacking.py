@@ -11,6 +11,7 @@ from torch import Tensor
 from xkfac.curvature import Curvature
 from xkfac.kronecker import Block, Corrected, Diagonal, Kronecker, assemble, parts
 from xkfac.merging import BoundUnit
+from xkfac.precision import rounds
 
 _ALIGNMENT = 16  # numbers: where every group starts, as vectorised kernels like it
 
@@ -137,10 +138,13 @@ def group(units: Sequence[BoundUnit], row: int = 1) -> list[Group]:
 
 
 class Products:
-    """The product of a curvature with a flat displacement, narrow blocks of one shape at once."""
+    """The product of a curvature with a flat displacement, narrow blocks of one shape at once.
+
+    On a CUDA device at torch's float32 matmul precision "medium", those of dense float32 factors are of bfloat16.
+    """
 
     def __init__(self, curvature: Curvature, groups: Sequence[Group]) -> None:
-        self._parts: list[tuple[Block | Stack, Group | Member]] = []
+        self._parts: list[tuple[Block | Stack | Rounded, Group | Member]] = []
         joint = {one.name: one for each in groups for one in each.members if one.name in curvature.joint_units}
         self._joint, self._together = curvature.joint, [joint[name] for name in curvature.joint_units]
         for each in groups:
@@ -149,11 +153,19 @@ class Products:
             stacked = stack(blocks) if len(alone) == len(each.members) else None
             found = zip(blocks, alone, strict=True) if stacked is None else [(stacked, each)]
             self._parts += [(_padded(block, place.width), place) for block, place in found]
+        if any(rounds(tensor) for _, tensor in curvature.tensors()):
+            self._parts = [
+                (block if isinstance(block, Rounded) else in_bfloat16(block), at) for block, at in self._parts
+            ]
+        self._rounds = any(isinstance(block, Rounded) for block, _ in self._parts)
 
     def add(self, moved: Tensor, out: Tensor) -> None:
         """Add H v to `out`, both flat, in place (eq. bp)."""
+        narrow = moved.bfloat16() if self._rounds else moved
         for block, place in self._parts:
-            if isinstance(block, Kronecker | Stack):
+            if isinstance(block, Rounded):
+                block.add_product(place.padded(narrow), place.padded(out))
+            elif isinstance(block, Kronecker | Stack):
                 block.add_product(place.padded(moved), place.padded(out))
             else:
                 block.add_product(place.whole(moved), place.whole(out))
@@ -175,6 +187,41 @@ class Stack:
         terms = len(self.left) // groups
         each = displacement[:, None].expand(groups, terms, rows, columns).reshape(groups * terms, rows, columns)
         out.baddbmm_(self.right, torch.bmm(each, self.left).view(groups, terms * rows, columns))
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A sum of K Kronecker products with factors of bfloat16: `lefts` by term, `right` [groups, C, K * C].
+
+    An input factor is A_k [groups, D, D], or a root R_k [groups, r, D] of it where it is among `roots`.
+    """
+
+    lefts: tuple[Tensor, ...]
+    roots: tuple[bool, ...]
+    right: Tensor
+
+    def add_product(self, displacement: Tensor, out: Tensor) -> None:
+        """Add sum_k H_k (V A_k) to `out` [groups, C, D], in place, for V of bfloat16."""
+        groups, rows, columns = displacement.shape
+        inner = displacement.new_empty(groups, len(self.lefts) * rows, columns)
+        for part, left, root in zip(inner.split(rows, 1), self.lefts, self.roots, strict=True):  # type: ignore[no-untyped-call]
+            torch.bmm(torch.bmm(displacement, left.mT) if root else displacement, left, out=part)
+        out.add_(torch.bmm(self.right, inner))
+
+
+def in_bfloat16(block: Block | Stack) -> Block | Stack | Rounded:
+    """Return a sum of Kronecker products with its factors rounded to bfloat16; other blocks as they are."""
+    if isinstance(block, Stack):
+        groups, terms = len(block.right), len(block.left) // len(block.right)
+        lefts = block.left.view(groups, terms, *block.left.shape[1:]).bfloat16().unbind(1)
+        return Rounded(tuple(left.contiguous() for left in lefts), (False,) * terms, block.right.bfloat16())
+    if not isinstance(block, Kronecker) or any(term.diagonal for term in block.terms):
+        return block
+    return Rounded(
+        tuple(term.left.bfloat16() for term in block.terms),
+        tuple(term.low_rank for term in block.terms),
+        torch.cat([term.right for term in block.terms], 2).bfloat16(),
+    )
 
 
 def stack(blocks: Sequence[Block]) -> Block | Stack | None:
