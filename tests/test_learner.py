@@ -18,7 +18,8 @@ from xkfac.renorm import BatchRenorm1d
 
 
 def hooks(model):
-    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    found = [len(m._forward_pre_hooks) + len(m._forward_hooks) + ("forward" in vars(m)) for m in model.modules()]
+    return sum(found)
 
 
 def test_importance_is_that_of_equal_tasks_or_the_users():

@@ -12,18 +12,20 @@ from torch import Tensor, nn
 
 from xkfac.balance import Balance
 from xkfac.batches import Forward
-from xkfac.branches import Branch, Tap
+from xkfac.branches import Branch
 from xkfac.calibration import Strength, strength_of
 from xkfac.errors import MismatchError, XkfacError
 from xkfac.fused import FusedPenalty, accumulate
+from xkfac.implicit import Implicit
 from xkfac.likelihood import Likelihood, get_likelihood
 from xkfac.memory import Memory, estimate_for
-from xkfac.merging import BoundUnit, Interpretation, Reading, bind, norm_input
+from xkfac.merging import Interpretation, Reading, bind
 from xkfac.merging import recentre as recentre_model
 from xkfac.methods import get_method
 from xkfac.passes import Progress, device_of, norms_of, unwrap
 from xkfac.penalty import Penalty
 from xkfac.stiffness import stiffness
+from xkfac.taps import Shared, Tap
 from xkfac.units import as_patterns
 
 Keep = Literal["average", "all"]
@@ -120,31 +122,26 @@ class Learner:
                 self._handles += [norm.register_forward_pre_hook(before), norm.register_forward_hook(after)]
         elif self.method.interpretation != "eval":
             for bound in self._bound.values():
+                if isinstance(bound.norm, nn.SyncBatchNorm):
+                    raise XkfacError(
+                        f"'{bound.unit.norm}' is a SyncBatchNorm, whose statistics one process cannot read; learn with "
+                        "BatchNorm layers in each process, or with interpretation='eval'"
+                    )
                 if bound.norm is not None:
-                    hook = self._reader(bound)
-                    self._handles.append(bound.norm.register_forward_pre_hook(hook, with_kwargs=True))
+                    tap = Tap(bound, self.method.interpretation, self._branch)
+                    self._handles.append(tap.put_on(self._note(bound.unit.name)))
 
-    def _reader(self, bound: BoundUnit) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], Any]:
-        """Return a hook that reads the statistics of a mini-batch as the BN takes it in."""
-        interpretation, name = self.method.interpretation, bound.unit.name
-        tap = Tap(bound, interpretation, self._branch)
+    def _note(self, name: str) -> Callable[[Reading], None]:
+        """Return a function that takes in a reading of a unit's BN."""
 
-        def read(module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> Any:
-            if not module.training:
-                return None
-            input = norm_input(inputs, keywords)
-            if torch.compiler.is_compiling():
-                self._readings[name] = bound.read(input, interpretation)
-                return None
-            input, reading = tap(input)
+        def note(reading: Reading) -> None:
             # A checkpointed segment runs again inside the backward pass; its first run is the one that counts.
-            if not _in_backward():
+            if torch.compiler.is_compiling() or not _in_backward():
                 self._readings[name] = reading
             elif name in self._blind and reading.mean.requires_grad:
                 raise _without_gradient(name)
-            return ((input, *inputs[1:]), keywords) if inputs else (inputs, {**keywords, "input": input})
 
-        return read
+        return note
 
     def begin(
         self,
@@ -265,7 +262,7 @@ class Learner:
         penalty, found = self._fused.value_and_gradients(readings, source, branch)
         own = [pair for pair in found if pair[0].is_leaf]
         made = [pair for pair in found if not pair[0].is_leaf]
-        waiting = {id(one) for reading in readings.values() for one in (reading.mean, reading.var)}
+        waiting = {id(one) for reading in readings.values() for one in _waited_for(reading)}
         if branch is not None and any(id(tensor) not in waiting for tensor, _ in made):
             branch.join([penalty, *(gradient for _, gradient in found)])
         start = target.to(loss.dtype) if isinstance(target, Tensor) else loss.new_full((), target)
@@ -277,23 +274,45 @@ class Learner:
         if self.balance is not None:
             self._rebalance(loss)
 
-    def stable_lr(self, momentum: float = 0.0, *, iterations: int = 16, seed: int = 0) -> float:
+    @property
+    def protected(self) -> list[Tensor]:
+        """The parameters that L_s depends on, which take gradients; all others, such as a new head, are free."""
+        return [] if self._fused is None else [parameter for parameter, _ in self._penalty_gradients()]
+
+    def implicit(self, lr: float, momentum: float = 0.0, *, rank: int = 128) -> Implicit:
+        """Return what makes steps of a learning rate implicit in the penalty, where the network is now.
+
+        Call its `step()` between the backward pass and the optimizer's step; it multiplies the gradients of protected
+        parameters by (I + eta * ls * strength * H)^-1, eta = lr / (1 - momentum), block by block and along at most
+        `rank` directions of a unit's inputs. A strong penalty then leaves the learning rate to the target.
+        """
+        weight = lr / (1 - momentum) * self.importance[0] * self.strength
+        return Implicit(self._penalty.curvature, self._bound.values(), weight, rank)
+
+    def stable_lr(
+        self, momentum: float = 0.0, *, implicit: Implicit | None = None, iterations: int = 16, seed: int = 0
+    ) -> float:
         """Return the learning rate above which SGD diverges along the penalty's stiffest direction, whatever the loss.
 
-        It is 2 (1 + momentum) / (ls * strength * mu), with mu the largest eigenvalue of the Hessian of L_s in the
-        parameters, found by power iteration where the network is now, its BN read with population statistics. The
-        network is left as it is. It is infinite without a penalty.
+        It is that of the `protected` parameters, 2 (1 + momentum) / (ls * strength * mu), with mu the largest
+        eigenvalue of the Hessian of L_s in them, found by power iteration where the network is now, its BN read with
+        population statistics. The network is left as it is. It is infinite without a penalty. implicit: the steps are
+        those that it makes.
         """
         source = self.importance[0] * self.strength
         if self._fused is None or source == 0:
             return float("inf")
-        largest = stiffness(self._penalty_gradients, iterations, seed)
+        largest = stiffness(lambda: self._penalty_gradients(implicit), iterations, seed)
         return 2 * (1 + momentum) / (source * largest) if largest > 0 else float("inf")
 
-    def _penalty_gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def _penalty_gradients(self, implicit: Implicit | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters that L_s depends on, each with the gradient in it under population statistics."""
         assert self._fused is not None
-        return [pair for pair in self._fused.value_and_gradients({}, 1.0)[1] if pair[0].is_leaf]
+        found = [pair for pair in self._fused.value_and_gradients({}, 1.0)[1] if pair[0].is_leaf]
+        if implicit is None:
+            return found
+        parameters = [parameter for parameter, _ in found]
+        return list(zip(parameters, implicit(parameters, [gradient for _, gradient in found]), strict=True))
 
     def _factors(self) -> tuple[Any, Any]:
         """Return what L_s and L_t are multiplied by: numbers, or tensors where they are balanced."""
@@ -354,7 +373,7 @@ class Learner:
         )
         new = estimate_for(
             self.method,
-            self.model,
+            self._wrapped,
             loader,
             likelihood=memory.likelihood,
             exclude=memory.exclude,
@@ -397,6 +416,11 @@ class Learner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _waited_for(reading: Reading) -> tuple[Tensor, Tensor]:
+    """Return the tensors of a reading whose gradients a `Tap` waits for by itself."""
+    return reading.handles if isinstance(reading, Shared) else (reading.mean, reading.var)
 
 
 def _evaluation() -> tuple[Callable[..., None], Callable[..., None]]:

@@ -120,6 +120,10 @@ calibrated = true
 consolidate = "validation"
 batches = 0
 curvature = { grouping = "hierarchical" }
+steady = true
+implicit = true
+interpretation = "eval"
+head_epochs = 1
 [lines.single]
 method = "single"
 """

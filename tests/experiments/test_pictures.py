@@ -110,6 +110,31 @@ def test_only_the_trunk_and_the_head_of_the_task_move(stages, loaded, name):
         assert changed(initial if name == "single" else before, state) == trunk | head
 
 
+def test_the_head_learns_alone_at_first_and_protected_parameters_at_a_steady_rate_afterwards(data, loaded, tmp_path):
+    """The head takes the learning rate of the line all along; a stiff penalty slows down the trunk alone."""
+    lines = {"slow": replace(LINES["xkfac"], strength=1e6, steady=True, head_epochs=1, epochs=3, early_stopping=False)}
+    run = small.make_run(tmp_path / "run", data, replace(small.recipe(), lines=lines, figures={}))
+    rates, moved, real = [], [], Stepper.epoch
+
+    def watched(self, order, lr, protected_lr=None):
+        before = {name: tensor.clone() for name, tensor in self.model.named_parameters()}
+        told = real(self, order, lr, protected_lr)
+        rates.append((lr, protected_lr))
+        moved.append(
+            {name.split(".")[0] for name, p in self.model.named_parameters() if not torch.equal(p, before[name])}
+        )
+        return told
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stepper, "epoch", watched)
+        run_job(run, "slow", small.SEED, loaded, 1e9)
+    line = lines["slow"]
+    assert [lr for lr, _ in rates] == [line.learning_rate(1, epoch) for epoch in (0, 1, 2)] * 2
+    assert moved == [{"heads"}, {"heads", "trunk"}, {"heads", "trunk"}] * 2
+    assert all(protected == 0 for _, protected in rates[::3])
+    assert all(0 < protected < 0.01 * lr for lr, protected in (*rates[1:3], *rates[4:]))
+
+
 @pytest.mark.parametrize("name", [name for name in LINES if name != "single"])
 def test_a_memory_covers_the_trunk_exactly_and_counts_tasks(stages, name):
     parameters = set(dict(stages_model(stages[name]).named_parameters()))
@@ -249,7 +274,7 @@ def seen(data, loaded, tmp_path_factory):
         network.register_forward_pre_hook(lambda model, inputs: log.append((tuple(moment), inputs[0].clone())))
         return network
 
-    def epoch(stepper, order, lr):
+    def epoch(stepper, order, *rates):
         return "training", list(small.SIZES).index(stepper.model.active)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -35,7 +35,7 @@ def test_every_default_is_that_of_the_class_and_the_label_is_the_name():
     assert made.figures == {"accuracy": Figure("Average accuracy", lines=("one",))}
 
 
-@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Line)])
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Line) if field.name != "head_epochs"])
 def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
     wrong = '"text"' if key in ("curvature", "widths", "at") else "[{ a = 1 }]"
     method = {"at": f'method = "{JOINT}"\n', "balance_every": "balance = true\n"}.get(key, "")
@@ -47,6 +47,7 @@ def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
     ("text", "parts"),
     [
         ("epoch = 3", ["lines.one", "'epoch'", "did you mean 'epochs'?"]),
+        ("head_epochs = 1", ["lines.one", "'head_epochs' has no effect on tasks that share one head"]),
         ('norm = "batch"', ["lines.one: norm", "bn, brn, none"]),
         ('norm = "BN"', ["norm is 'BN'"]),
         ('method = "xkfak"', ["lines.one", "did you mean 'xkfac'?"]),

@@ -184,7 +184,15 @@ def _check_name(name: str, what: str) -> None:
 
 
 def _check_numbers(line: Line, where: str) -> None:
-    for key, least in (("tasks", 1), ("epochs", 1), ("batch", 2), ("lr_every", 1), ("average", 0), ("batches", 0)):
+    for key, least in (
+        ("tasks", 1),
+        ("epochs", 1),
+        ("batch", 2),
+        ("lr_every", 1),
+        ("average", 0),
+        ("batches", 0),
+        ("head_epochs", 0),
+    ):
         if getattr(line, key) < least:
             raise RecipeError(f"{where}: {key} must be at least {least}, not {getattr(line, key)}")
     if line.bn_momentum is not None and not 0 < line.bn_momentum <= 1:
@@ -200,6 +208,10 @@ def _check_numbers(line: Line, where: str) -> None:
         raise RecipeError(f"{where}: widths must be at least 1, not {list(line.widths)}")
     if any(not 1 <= count <= line.tasks for count in line.at) or any(a >= b for a, b in pairwise(line.at)):
         raise RecipeError(f"{where}: 'at' must be growing numbers of tasks from 1 to {line.tasks}, not {list(line.at)}")
+    if line.head_epochs >= line.epochs:
+        raise RecipeError(
+            f"{where}: head_epochs={line.head_epochs} leaves no epoch of {line.epochs} to what is protected; lower it"
+        )
     if line.average > line.epochs:
         raise RecipeError(f"{where}: average={line.average} is more than the {line.epochs} epochs there are")
     if line.average and line.early_stopping:

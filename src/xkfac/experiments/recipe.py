@@ -33,8 +33,8 @@ UNPROTECTED = (JOINT, SINGLE)
 
 _READING = ("interpretation", "recentre")
 _PENALISED_ONLY = (
-    *("damping", "strength", "calibrated", "steady", "bn_momentum", "balance", "balance_every"),
-    *("curvature", "consolidate", "batches", "keep"),
+    *("damping", "strength", "calibrated", "steady", "implicit", "head_epochs", "bn_momentum"),
+    *("balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
     *_READING,
 )
 _PERCEPTRON_ONLY = ("norm", "widths", "at")
@@ -110,8 +110,10 @@ class Line:
     interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
     damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
     held-out examples of the first task found. steady: take no learning rate above half of what is stable along the
-    penalty's stiffest direction. bn_momentum: how fast BN's running statistics follow while a task is learnt under a
-    penalty, BN's own rate unless given; strong penalties see their noise, and need it slow.
+    penalty's stiffest direction, for the parameters that it protects. implicit: take the stiff part of the penalty
+    implicitly, which allows for longer steps. head_epochs: the first epochs of a task, in which the parameters that
+    are protected stand still and the new head alone learns. bn_momentum: how fast BN's running statistics follow while
+    a task is learnt under a penalty, BN's own rate unless given; strong penalties see their noise, and need it slow.
     balance: adaptive alpha_s and alpha_t, updated every `balance_every` steps; C_t is the training loss at the end of
     the line whose method is `single`.
     curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}.
@@ -146,6 +148,8 @@ class Line:
     strength: float = 1.0
     calibrated: bool = False
     steady: bool = False
+    implicit: bool = False
+    head_epochs: int = 0
     bn_momentum: float | None = None
     balance: bool = False
     balance_every: int = 10
@@ -201,7 +205,8 @@ class Recipe:
     It has either `data`, whose permutations are the tasks of a perceptron, or `images` and their `tasks`. The repeats
     have the seeds seed, seed + 1, ...; a seed fixes permutations, initial weights, batches and label draws.
     threads: CPU threads of one job; part of the recipe because sums over more threads round differently.
-    precision: that of products on a GPU: `float32`, `tf32`, or `bfloat16` in the network with TF32 in the penalty.
+    precision: that of products on a GPU: `float32`, `tf32`, or `bfloat16` in the network and for the penalty's
+        factors.
     """
 
     name: str
@@ -263,7 +268,9 @@ def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, s
     useless = {} if method == JOINT else {"at": f"method '{method}', only on '{JOINT}'"}
     if images:
         useless |= dict.fromkeys(_PERCEPTRON_ONLY, "a network for images, which [images] names")
-    elif line.get("norm") == "none":
+    else:
+        useless["head_epochs"] = "tasks that share one head"
+    if not images and line.get("norm") == "none":
         useless |= dict.fromkeys(("fixed_bn", *_READING), "a network without BN")
     if line.get("lr_end") is not None:
         useless |= dict.fromkeys(("lr_every", "lr_factor"), "a learning rate that falls to lr_end")

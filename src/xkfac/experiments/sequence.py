@@ -26,6 +26,7 @@ from xkfac.experiments.recipe import JOINT, SINGLE, Line
 from xkfac.experiments.stages import Batches, Progress, Stage, stages_of
 from xkfac.experiments.training import Examples, Pool, Stepper, make_optimizer
 from xkfac.experiments.turning import Turn
+from xkfac.implicit import Implicit
 from xkfac.learner import Learner
 from xkfac.memory import Memory, consolidate
 from xkfac.passes import norms_of
@@ -58,6 +59,7 @@ class Sequence:
         self._memory_file: str | None = None
         self._lent = False
         self._best: dict[str, Tensor] = {}
+        self._start: dict[str, Tensor] = {}
         self._turn: Turn | None = None
         self._balance: Balance | None = None
         self.model = self.course.network()
@@ -170,9 +172,8 @@ class Sequence:
             with Learner(self.model, self.memory) as learner:
                 learner.begin(examples.chunks())
         memory, inputs = self.memory, examples
-        if (
-            isinstance(examples, Pool) and self._device.type == "cpu"
-        ):  # on a GPU the product runs beside the forward pass
+        # On a GPU the product runs beside the forward pass; implicit steps are of the layer as it is.
+        if isinstance(examples, Pool) and self._device.type == "cpu" and not line.implicit:
             self._turn = Turn.of(self.model, self.memory)
             if self._turn is not None:
                 memory, inputs = self._turn.memory, self._turn.pool(examples)
@@ -185,11 +186,24 @@ class Sequence:
         ) as learner:
             begun = {"begun": True, "balance": self._balance.state_dict() if self._balance else None}
             learner.load_state_dict(begun)
+            first = line.learning_rate(stage.task, 0)
+            implicit = self._implicit(learner, first) if line.implicit else None
             if line.steady and self.progress.epoch == 0:
-                first = line.learning_rate(stage.task, 0)
-                self.progress.rate = min(1.0, 0.5 * learner.stable_lr(line.momentum) / max(first, 1e-300))
-            yield Stepper(self.model, inputs, make_optimizer(self.model, self.line.momentum), learner, **options)
+                limit = learner.stable_lr(line.momentum, implicit=implicit)
+                self.progress.rate = min(1.0, 0.5 * limit / max(first, 1e-300))
+            optimizer = make_optimizer(self.model, line.momentum, learner.protected)
+            yield Stepper(self.model, inputs, optimizer, learner, implicit=implicit, **options)
         self._turn = self._balance = None
+        self._start = {}
+
+    def _implicit(self, learner: Learner, lr: float) -> Implicit:
+        """Return what makes the steps of a stage implicit, as it was where the stage began."""
+        now = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self._start = self._start or now
+        self.model.load_state_dict(self._start)
+        implicit = learner.implicit(lr, self.line.momentum)
+        self.model.load_state_dict(now)
+        return implicit
 
     def _strength(self) -> float:
         assert self.memory is not None
@@ -222,14 +236,18 @@ class Sequence:
 
     def _epoch(self, stepper: Stepper, stage: Stage) -> None:
         line, progress = self.line, self.progress
-        lr = line.learning_rate(0 if stage.anew else stage.task, progress.epoch) * progress.rate
+        lr = line.learning_rate(0 if stage.anew else stage.task, progress.epoch)
+        still = progress.epoch < line.head_epochs
+        rates = lr, 0.0 if still else lr * progress.rate
+        if 0 < progress.epoch == line.head_epochs and line.momentum:
+            stepper.rest()
         stepper.examples.redraw(self.seed, stage.task, progress.epoch)
         order = self._order(stepper.examples, stage)
         if self._turn is None:
-            loss, penalty = stepper.epoch(order, lr)
+            loss, penalty = stepper.epoch(order, *rates)
         else:
             with self._turn.turned(stepper.optimizer):
-                loss, penalty = stepper.epoch(order, lr)
+                loss, penalty = stepper.epoch(order, *rates)
         validation = self._validation(stage)
         finite = math.isfinite(loss) and math.isfinite(penalty) and _is_finite(self.model)
         if not finite:
@@ -243,7 +261,7 @@ class Sequence:
             "epoch",
             task=stage.task,
             epoch=progress.epoch,
-            lr=lr,
+            lr=rates[0] if still else rates[1],
             loss=loss if finite else None,
             penalty=penalty if finite else None,
             validation=validation,
@@ -342,15 +360,16 @@ class Sequence:
         tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         tensors |= carried
         tensors |= {f"best/{name}": tensor for name, tensor in self._best.items()}
+        tensors |= {f"start/{name}": tensor for name, tensor in self._start.items()}
         self.folder.save(state, tensors)
         self._saved = time.monotonic()
 
     def _load(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Take a checkpoint up; return what a training in progress goes on with."""
         tensors = {key: tensor.to(self._device) for key, tensor in tensors.items()}
-        named = _by_kind(tensors, "model", "best")
+        named = _by_kind(tensors, "model", "best", "start")
         self.model.load_state_dict(named["model"])
-        self._best = named["best"]
+        self._best, self._start = named["best"], named["start"]
         self._memory_file = state["memory"]
         if self._memory_file is not None:
             try:

@@ -42,7 +42,8 @@ class Stage:
 class Progress:
     """Where a job is: everything that a checkpoint holds beside tensors and memory.
 
-    rate: what learning rates are multiplied by. singles: for networks of their own, the accuracy of each so far.
+    rate: what learning rates of protected parameters are multiplied by. singles: for networks of their own, the
+    accuracy of each so far.
     """
 
     stage: int = 0

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xkfac.experiments.data import Part
+from xkfac.implicit import Implicit
 from xkfac.learner import Learner
 
 Batch = tuple[Tensor, Tensor]
@@ -74,13 +75,21 @@ def pool(part: Part, permutations: list[Tensor]) -> Pool:
     return Pool(part, torch.stack(permutations).to(part.x.device))
 
 
-def make_optimizer(model: nn.Module, momentum: float) -> torch.optim.SGD:
-    """Return SGD whose learning rate is a tensor and whose momentum is there from the start, as a graph needs them."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rate = torch.zeros((), device=parameters[0].device)
-    optimizer = torch.optim.SGD(parameters, rate, momentum=momentum, fused=True)
+def make_optimizer(model: nn.Module, momentum: float, protected: Iterable[Tensor] = ()) -> torch.optim.SGD:
+    """Return SGD whose learning rate is a tensor and whose momentum is there from the start, as a graph needs them.
+
+    Parameters that are `protected` are a group of their own, named so.
+    """
+    slow = {id(parameter) for parameter in protected}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": chosen, "lr": torch.zeros((), device=trained[0].device), "protected": kind}
+        for kind in (False, True)
+        if (chosen := [parameter for parameter in trained if (id(parameter) in slow) == kind])
+    ]
+    optimizer = torch.optim.SGD(groups, torch.zeros((), device=trained[0].device), momentum=momentum, fused=True)
     if momentum:
-        for parameter in parameters:
+        for parameter in trained:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
@@ -89,8 +98,8 @@ class Stepper:
     """Runs epochs of training steps of a model on examples, with a learner's penalty if there is one.
 
     label_smoothing: that of the loss. autocast: the dtype that the network computes in, None for its own. clip: the
-    most that the norm of the gradient may be, 0 for no limit. On a GPU some steps in a row, data included, are captured
-    as a graph at the first epoch and replayed from then on.
+    most that the norm of the gradient may be, 0 for no limit. implicit: makes the steps implicit in the penalty. On a
+    GPU some steps in a row, data included, are captured as a graph at the first epoch and replayed from then on.
     """
 
     _in_a_row = 16
@@ -105,9 +114,11 @@ class Stepper:
         label_smoothing: float = 0.0,
         autocast: torch.dtype | None = None,
         clip: float = 0.0,
+        implicit: Implicit | None = None,
     ) -> None:
         self.model, self.examples, self.optimizer, self.learner = model, examples, optimizer, learner
         self._label_smoothing, self._autocast, self._clip = label_smoothing, autocast, clip
+        self._implicit = implicit
         self._device = examples.device
         self._totals = torch.zeros(2, device=self._device)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -115,11 +126,14 @@ class Stepper:
         self._order = torch.empty(0)
         self._place = torch.zeros(1, dtype=torch.long, device=self._device)
 
-    def epoch(self, order: Tensor, lr: float) -> tuple[float, float]:
-        """Train on batches `order` [steps, N] of indices; return the mean loss and the mean penalty L_s."""
+    def epoch(self, order: Tensor, lr: float, protected_lr: float | None = None) -> tuple[float, float]:
+        """Train on batches `order` [steps, N] of indices; return the mean loss and the mean penalty L_s.
+
+        protected_lr: the learning rate of protected parameters, where it is another.
+        """
         self.model.train()
         for group in self.optimizer.param_groups:
-            group["lr"].fill_(lr)
+            group["lr"].fill_(lr if protected_lr is None or not group["protected"] else protected_lr)
         self._totals.zero_()
         if self._device.type == "cuda":
             self._replay(order)
@@ -140,10 +154,18 @@ class Stepper:
         else:
             self.learner.backward(loss)
             values.append(self.learner.last_penalty)
+        if self._implicit is not None:
+            self._implicit.step()
         if self._clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         self.optimizer.step()
         torch._foreach_add_(list(self._totals[: len(values)]), values)
+
+    def rest(self) -> None:
+        """Take the momentum of protected parameters away: they begin to move now."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"] if group["protected"] else ():
+                self.optimizer.state[parameter]["momentum_buffer"].zero_()
 
     def _replay(self, order: Tensor) -> None:
         if self._graph is None:

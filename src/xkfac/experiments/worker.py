@@ -76,9 +76,9 @@ def checkpoint_seconds() -> float:
 def set_precision(run: RunFolder) -> None:
     """Set threads and the precision of products as a run's recipe asks for."""
     torch.set_num_threads(run.recipe.threads)
-    fast = run.recipe.precision != "float32"
-    torch.set_float32_matmul_precision("high" if fast else "highest")
-    torch.backends.cudnn.allow_tf32 = fast
+    precision = run.recipe.precision if torch.device(run.facts["place"]).type == "cuda" else "float32"
+    torch.set_float32_matmul_precision({"float32": "highest", "tf32": "high", "bfloat16": "medium"}[precision])
+    torch.backends.cudnn.allow_tf32 = precision != "float32"
 
 
 def run_job(run: RunFolder, name: str, seed: int, materials: Materials, checkpoint_seconds: float) -> None:
