@@ -115,12 +115,13 @@ def main() -> None:
     parser.add_argument("--stem", default="standard", choices=["standard", "small"])
     parser.add_argument("--pixels", type=int, default=224)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--precision", default="tf32", choices=["float32", "tf32"])
+    parser.add_argument("--precision", default="tf32", choices=["float32", "tf32"], help="of the network")
+    parser.add_argument("--grams", default="bfloat16", choices=["float32", "tf32", "bfloat16"])
     parser.add_argument("--batches", type=int, nargs=2, default=[8, 40], help="of a short pass and of a long one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="NAME")
     options = parser.parse_args()
-    torch.set_float32_matmul_precision("high" if options.precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision({"float32": "highest", "tf32": "high", "bfloat16": "medium"}[options.grams])
     torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
     torch.manual_seed(0)
     device, (short, long) = options.device, options.batches
