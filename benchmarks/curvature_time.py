@@ -102,8 +102,11 @@ def peak_of(run: Callable[[], None]) -> float:
 
 
 def operations_of(run: Callable[[], None]) -> float:
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # products with a dtype of their own are unknown to the counter
     with FlopCounterMode(display=False) as counter:
         run()
+    torch.set_float32_matmul_precision(precision)
     return counter.get_total_flops() / 1e9
 
 

@@ -115,3 +115,22 @@ def test_products_are_rounded_where_torch_may_round_and_on_a_gpu_alone():
     finally:
         torch.set_float32_matmul_precision(before)
     assert not any(isinstance(block, Rounded) for block, _ in products._parts)
+
+
+def test_a_rounded_factor_keeps_its_smallest_eigenvalues():
+    """Of a factor with one eigenvalue a million times the others, rounded once, many would be negative."""
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(48, 48, dtype=torch.float64))[0]
+    values = torch.full((48,), 1e-4, dtype=torch.float64)
+    values[-1] = 1e2
+    left = (basis * values @ basis.T).float()[None]
+    assert torch.linalg.eigvalsh(left.bfloat16().double()).min() < -1e-3
+    block = in_bfloat16(Kronecker((Term(left, torch.eye(4)[None]),)))
+    found = torch.zeros(1, 48, 48, dtype=torch.float64)
+    high, low = block.lefts[0].double().split(48, 1)
+    found += high + low
+    assert torch.linalg.eigvalsh(found).min() > -2e-5
+    weak = basis[:, :4].T.float()[None].contiguous()
+    out = torch.zeros(1, 4, 48)
+    block.add_product(weak.bfloat16(), out)
+    assert out.abs().max() < 0.2  # what is left is the rounding of the displacement itself
