@@ -1,5 +1,6 @@
 """Curvature passes that are replayed as CUDA graphs."""
 
+import gc
 from collections import namedtuple
 
 import pytest
@@ -61,3 +62,27 @@ def test_every_replay_draws_labels_of_its_own():
     assert traces[1] == pytest.approx(traces[0], rel=0.2)
     other = estimate(model, same, graph=True, draws=1, seed=1).curvature
     assert sum(float(block.diagonal().sum()) for block in other.blocks.values()) != traces[1]
+
+
+def test_no_node_of_the_graph_outlives_a_pass():
+    """A node for a parameter belongs to the stream that it was made on; a step captured later must not meet it."""
+    model = randomise(Everything())
+    batch = data(1, 8, (2, 7, 7))[0]
+
+    def nodes():
+        with torch.enable_grad(), torch._C.DisableTorchFunction():
+            made = [
+                parameter.expand_as(parameter).grad_fn for parameter in model.parameters() if parameter.requires_grad
+            ]
+            return [one.next_functions[0][0] for one in made]
+
+    handle = model.register_forward_pre_hook(lambda *_: [node.metadata.update(seen=True) for node in nodes()] and None)
+    gc.collect()
+    gc.disable()
+    try:
+        estimate(model, [batch] * 2)
+        model(batch[0])  # a node that is left over from the pass would be seen here
+        handle.remove()
+        assert not any("seen" in node.metadata for node in nodes())
+    finally:
+        gc.enable()

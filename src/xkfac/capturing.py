@@ -90,6 +90,10 @@ class Capture(Trace):
     def begin_batch(self, examples: int) -> None:
         """Forget the graph of the batch before."""
         self.examples = examples
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of a batch's graph: its nodes for parameters belong to a stream, and another pass would meet them."""
         self.ends = []
         for seen in (self._calls, self._inputs, self._gradients):
             seen.clear()

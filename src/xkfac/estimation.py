@@ -240,7 +240,10 @@ class _Run:
             cotangents.begin_batch(place * ranks + rank)
             work(batch)
             capture.collectors.examples += size
-        return None if capture is None else capture.collectors
+        if capture is None:
+            return None
+        capture.forget()
+        return capture.collectors
 
     def _count(self, loader: Iterable[Any], max_batches: int | None) -> int | None:
         """Return how many batches the pass will have, None if unknown; coupled processes have parts of the same."""
