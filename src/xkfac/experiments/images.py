@@ -182,7 +182,7 @@ def _claimed(path: Path, size: int) -> Iterator[BinaryIO | None]:
     while not _whole(path, size):
         with part.open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if not (part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat())):
+            if not _is_at(file, part):
                 continue
             try:
                 if _whole(path, size):  # finished by another between the look at it and the claim
@@ -198,6 +198,14 @@ def _claimed(path: Path, size: int) -> Iterator[BinaryIO | None]:
                 raise
             return
     yield None
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file has that name still, which others may take away at any moment."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 class _Decoder:
