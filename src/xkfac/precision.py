@@ -9,7 +9,8 @@ from torch import Tensor
 def rounds(like: Tensor) -> bool:
     """Whether products with `like` may be of bfloat16: float32 on a CUDA device at the matmul precision "medium".
 
-    At "high" they are of TF32, which torch sees to by itself. The rounding is of the factors alone; sums are float32.
+    At "high" they are of TF32, which torch sees to by itself. Factors alone are rounded; sums are float32, and torch
+    before 2.8, which cannot sum products of bfloat16 so, rounds nothing here.
     """
     allowed = torch.get_float32_matmul_precision() == "medium" and hasattr(torch.ops.aten.bmm, "dtype")
     return allowed and like.is_cuda and like.dtype == torch.float32

@@ -147,16 +147,15 @@ class Products:
         self._parts: list[tuple[Block | Stack | Rounded, Group | Member]] = []
         joint = {one.name: one for each in groups for one in each.members if one.name in curvature.joint_units}
         self._joint, self._together = curvature.joint, [joint[name] for name in curvature.joint_units]
+        coarse = any(rounds(tensor) for _, tensor in curvature.tensors())
         for each in groups:
             alone = [one for one in each.members if one.name in curvature.blocks]
             blocks = [_arranged(curvature.blocks[one.name], one.order) for one in alone]
             stacked = stack(blocks) if len(alone) == len(each.members) else None
             found = zip(blocks, alone, strict=True) if stacked is None else [(stacked, each)]
-            self._parts += [(_padded(block, place.width), place) for block, place in found]
-        if any(rounds(tensor) for _, tensor in curvature.tensors()):
-            self._parts = [
-                (block if isinstance(block, Rounded) else in_bfloat16(block), at) for block, at in self._parts
-            ]
+            for block, place in found:
+                padded = _padded(block, place.width)
+                self._parts.append((in_bfloat16(padded) if coarse else padded, place))
         self._rounds = any(isinstance(block, Rounded) for block, _ in self._parts)
 
     def add(self, moved: Tensor, out: Tensor) -> None:

@@ -134,10 +134,11 @@ class Tap:
 
     def _population_read(self) -> Tensor | None:
         """Return a copy of the population's statistics [2, C], where the interpretation reads them."""
-        population = self._population()
-        if self._interpretation != "brn" or population is not None:
-            return population if self._interpretation == "brn" else None
-        norm = self._bound.norm
+        if self._interpretation != "brn":
+            return None
+        population, norm = self._population(), self._bound.norm
+        if population is not None:
+            return population
         # A copy, since the forward pass is about to change the buffers in place.
         return torch.stack([_wide(norm.running_mean), _wide(norm.running_var)])
 
