@@ -11,7 +11,7 @@ from xkfac.methods import get_method
 
 
 def test_the_table_names_its_methods():
-    names = ["xkfac", "kfac", "corrected", "diagonal", "unmerged", "ewc", "fixed-bn", "fine-tuning"]
+    names = ["xkfac", "kfac", "corrected", "diagonal", "unmerged", "ewc", "fixed-bn", "own-bn", "fine-tuning"]
     assert list(METHODS) == names
     assert all(method.name == name for name, method in METHODS.items())
 
@@ -45,6 +45,13 @@ def test_the_other_methods_are_what_their_names_say():
     assert (tuning.penalised, tuning.recentre) == (False, False)
     assert [name for name, method in METHODS.items() if not method.penalised] == ["fine-tuning"]
     assert [name for name, method in METHODS.items() if method.fixed_bn] == ["fixed-bn"]
+    own = METHODS["own-bn"]
+    assert (own.own_bn, own.recentre, own.interpretation) == (True, False, "eval")
+    assert (own.settings.kind, own.settings.grouping, own.settings.statistics) == (
+        "xkfac",
+        "hierarchical",
+        "population",
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -126,6 +133,7 @@ def test_what_is_no_option_is_refused_with_all_that_are(name):
         ("draws", 0, "draws must be at least 1, not 0"),
         ("recentre", "no", "recentre is 'no'; it must be True or False"),
         ("merge", None, "merge is None; it must be True or False"),
+        ("own_bn", 1, "own_bn is 1; it must be True or False"),
         ("fixed_bn", 1, "fixed_bn is 1; it must be True or False"),
     ],
 )

@@ -13,6 +13,7 @@ from xkfac.merging import recentre
 from xkfac.methods import METHODS, Method
 from xkfac.penalty import Penalty
 from xkfac.renorm import BatchRenorm1d, BatchRenorm2d, BatchRenorm3d, to_batchnorm, to_renorm
+from xkfac.tasknorms import TaskNorm, give_task_norms, load_norm_state, norm_state
 from xkfac.units import Coverage, Unit, find_units
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "NotFiniteError",
     "Penalty",
     "Settings",
+    "TaskNorm",
     "Unit",
     "UnitError",
     "XkfacError",
@@ -46,6 +48,9 @@ __all__ = [
     "consolidate",
     "estimate",
     "find_units",
+    "give_task_norms",
+    "load_norm_state",
+    "norm_state",
     "recentre",
     "to_batchnorm",
     "to_renorm",

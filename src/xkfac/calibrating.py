@@ -10,6 +10,7 @@ leads along another path, so the measurement is repeated under the penalty with 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Generator, Iterable, Sequence
@@ -27,8 +28,9 @@ from xkfac.learner import Learner
 from xkfac.likelihood import Likelihood
 from xkfac.memory import Memory
 from xkfac.merging import bind
-from xkfac.passes import Progress, batches, device_of, full_precision, untouched, unwrap
+from xkfac.passes import Progress, batches, device_of, full_precision, norms_of, untouched, unwrap
 from xkfac.penalty import Penalty
+from xkfac.tasknorms import norm_state, with_norm_state
 
 POINTS = 4  # of a path: its end, its half, its quarter, ...
 HALVINGS = 8  # of the learning rate, where steps are too long for the curvature
@@ -164,6 +166,7 @@ class _Source:
         self.kept, self.run, self.likelihood = kept, run, memory.likelihood
         self.device = device_of(model)
         held = memory.to(self.device)
+        self.norms = norm_state(model) if memory.method.own_bn else None
         self.units, self.penalty = held.units, Penalty(held.curvature, held.anchor)
         generator = torch.Generator(self.device).manual_seed(seed)
         with torch.no_grad():
@@ -176,7 +179,8 @@ class _Source:
     def point(self, network: nn.Module) -> CurvePoint:
         """Return the predicted penalty, without damping, and the real rise of the loss; leaves evaluation mode on."""
         network.eval()
-        return CurvePoint(self._predicted(network), self._real(network))
+        with contextlib.nullcontext() if self.norms is None else with_norm_state(network, self.norms):
+            return CurvePoint(self._predicted(network), self._real(network))
 
     def _predicted(self, network: nn.Module) -> float:
         with full_precision(self.device):
@@ -244,16 +248,27 @@ def _channels(output: Tensor) -> Tensor:
     return output[:, None] if output.dim() == 1 else output
 
 
+def _release(network: nn.Module, memory: Memory) -> None:
+    """Let those parameters alone take gradients that a target learns.
+
+    What the memory does not cover, such as the head of a source task, is not a target's to change; but a BN of its own
+    is.
+    """
+    covered = {row.parameter for row in memory.coverage.rows if row.unit != "-"}
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(name in covered)
+    if memory.method.own_bn:
+        for norm in norms_of(network).values():
+            norm.requires_grad_(True)
+
+
 def _path(
     model: nn.Module, memory: Memory, task: _ProxyTask, scale: float, way: _Way
 ) -> Generator[nn.Module, None, None]:
     """Learn the proxy task with a copy of the network under `scale` times the penalty; yield the copy at the stops."""
     network = copy.deepcopy(model)
     torch.manual_seed(way.seed)
-    covered = {row.parameter for row in memory.coverage.rows if row.unit != "-"}
-    for name, parameter in network.named_parameters():
-        # What the memory does not cover, such as the head of a source task, is not a target's to change.
-        parameter.requires_grad_(name in covered)
+    _release(network, memory)
     readout = task.readout(way.seed)
     learnt = [readout, *(parameter for parameter in network.parameters() if parameter.requires_grad)]
     with Learner(network, memory, damping=way.damping, strength=scale) as learner, torch.enable_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, as
 from xkfac.likelihood import LIKELIHOODS, Likelihood, get_likelihood
 from xkfac.merging import anchor_of, bind
 from xkfac.methods import Method, get_method
-from xkfac.passes import Progress, device_of, full_precision, unwrap
+from xkfac.passes import Progress, device_of, full_precision, norms_of, unwrap
 from xkfac.tracing import Convolution
 from xkfac.units import Coverage, Row, Unit, as_patterns
 
@@ -392,4 +393,7 @@ def estimate_for(method: Method, model: nn.Module, loader: Iterable[Any], **opti
         named = unwrap(model).named_parameters()
         rows = tuple(Row(name, "-", "unprotected", parameter.numel()) for name, parameter in named)
         return Estimate(Curvature({}), Coverage((), rows), 0)
+    if method.own_bn:
+        norms = norms_of(unwrap(model))
+        options["exclude"] = (*as_patterns(options.get("exclude") or ()), *map(glob.escape, norms))
     return estimate(model, loader, **asdict(method.settings), merge=method.merge, units=method.units, **options)

@@ -21,6 +21,8 @@ class Method:
     units: False penalises every parameter by itself, and no statistics (plain EWC).
     interpretation: how merged weights are read in training. recentre: whether BN is re-centred at a task's start.
     fixed_bn: gamma, beta and the statistics of every BN stay as they are, and BN runs in evaluation mode.
+    own_bn: every task has BN layers of its own (`norm_state`), so that the layers in front of them are units alone, and
+    BN is free.
     """
 
     name: str
@@ -31,13 +33,14 @@ class Method:
     interpretation: Interpretation = "brn"
     recentre: bool = True
     fixed_bn: bool = False
+    own_bn: bool = False
 
     def __post_init__(self) -> None:
         if self.interpretation not in INTERPRETATIONS:
             raise XkfacError(
                 f"interpretation is '{self.interpretation}'; it must be one of {', '.join(INTERPRETATIONS)}"
             )
-        for name in ("penalised", "merge", "units", "recentre", "fixed_bn"):
+        for name in ("penalised", "merge", "units", "recentre", "fixed_bn", "own_bn"):
             if not isinstance(getattr(self, name), bool):
                 raise XkfacError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         self._check_contradictions()
@@ -50,6 +53,11 @@ class Method:
             raise XkfacError(
                 f"fixed_bn=True keeps BN in evaluation mode, so interpretation='{self.interpretation}' has no "
                 "mini-batch statistics to read; pass interpretation='eval'"
+            )
+        if self.own_bn and (self.fixed_bn or self.recentre or self.interpretation != "eval"):
+            raise XkfacError(
+                "own_bn=True leaves every BN to its task, so there is none to keep, re-centre or merge; pass "
+                "fixed_bn=False, recentre=False and interpretation='eval'"
             )
         if not self.units and self.settings.kind != "diagonal":
             raise XkfacError(
@@ -76,6 +84,14 @@ METHODS: dict[str, Method] = {
             interpretation="eval",
             recentre=False,
             fixed_bn=True,
+        ),
+        # Past tasks are used with their own statistics, which do not follow the weights.
+        Method(
+            "own-bn",
+            Settings(grouping="hierarchical", statistics="population"),
+            interpretation="eval",
+            recentre=False,
+            own_bn=True,
         ),
         Method("fine-tuning", penalised=False, interpretation="eval", recentre=False),
     )

@@ -124,6 +124,13 @@ steady = true
 implicit = true
 interpretation = "eval"
 head_epochs = 1
+[lines.own-bn]
+method = "own-bn"
+calibrated = true
+batches = 0
+steady = true
+implicit = true
+head_epochs = 1
 [lines.single]
 method = "single"
 """

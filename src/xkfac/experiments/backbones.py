@@ -22,6 +22,7 @@ from xkfac import storage
 from xkfac.errors import XkfacError
 from xkfac.experiments.data import stream
 from xkfac.experiments.files import flush
+from xkfac.tasknorms import give_task_norms, task_norms_of
 
 Stem = Literal["standard", "small"]
 
@@ -111,6 +112,8 @@ class ManyHeaded(nn.Module):
         self.requires_grad_(True)
         self.heads.requires_grad_(False)
         head.requires_grad_(True)
+        for norm in task_norms_of(self.trunk):
+            norm.enter(task)
         for parameter in self.heads.parameters():
             # An optimizer applies weight decay and momentum wherever there is a gradient, be it an old one.
             parameter.grad = parameter.grad if parameter.requires_grad else None
@@ -120,11 +123,22 @@ class ManyHeaded(nn.Module):
     def using(self, task: str) -> Iterator[None]:
         """Use the head of a task for a while, to measure it; what learns stays as it is."""
         self.head(task)
-        before, self.active = self.active, task
+        before = self.active
+        self._use(task)
         try:
             yield
         finally:
-            self.active = before
+            self._use(before)
+
+    def _use(self, task: str) -> None:
+        self.active = task
+        for norm in task_norms_of(self.trunk):
+            norm.active = task
+
+    def give_norms(self) -> None:
+        """Give each task BN layers of its own, copies of those that there are."""
+        give_task_norms(self.trunk, self.heads)
+        self.enter(self.active)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the scores [N, classes] of the active task."""

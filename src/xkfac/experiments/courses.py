@@ -143,6 +143,7 @@ class PictureCourse:
     """Tasks of pictures for a network with one head a task; it knows the first of them.
 
     source: the network as it knows the first task, a fresh one each time. parts: by task, of those that are needed.
+    own_bn: each task has BN layers of its own.
     """
 
     tasks: Sequence[str]
@@ -150,6 +151,7 @@ class PictureCourse:
     parts: dict[str, PictureParts]
     augmentations: dict[str, Augmentation]
     place: torch.device
+    own_bn: bool = False
 
     given = 1
     exclude = ("heads.*",)
@@ -162,6 +164,8 @@ class PictureCourse:
     def network(self) -> ManyHeaded:
         """Return a copy of the source network."""
         network = copy.deepcopy(self.source).to(self.place)
+        if self.own_bn:
+            network.give_norms()
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return network
 

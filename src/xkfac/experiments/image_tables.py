@@ -88,11 +88,12 @@ def facts_of(line: Line) -> tuple[bool, bool, bool]:
     """Return whether BN is active, whether the curvature is valid for it, and whether alpha_s and alpha_t adapt.
 
     K-FAC leaves out the inter-example terms of an active BN, as does any curvature with population statistics; fixed
-    BN has none. A line without a penalty has no curvature.
+    BN has none, and the past has none where each task has its own BN. A line without a penalty has no curvature.
     """
     method = line.resolved_method()
+    alone = method.fixed_bn or method.own_bn
     with_terms = method.settings.kind != "kfac" and method.settings.statistics == "batch"
-    return not method.fixed_bn, method.penalised and (method.fixed_bn or with_terms), line.balance
+    return not method.fixed_bn, method.penalised and (alone or with_terms), line.balance
 
 
 def _share_row(entry: Entry, source: str, targets: Sequence[str], singles: _Finals) -> ShareRow:

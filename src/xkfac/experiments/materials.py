@@ -162,7 +162,10 @@ class PictureMaterials:
             name: Augmentation(images.pixels, (task.scale[0], task.scale[1]), flip=task.flip)
             for name, task in self.recipe.tasks.items()
         }
-        return PictureCourse(self.recipe.order(seed), self._network(seed), self.parts, augmentations, self.place)
+        own_bn = line.resolved_method().own_bn
+        return PictureCourse(
+            self.recipe.order(seed), self._network(seed), self.parts, augmentations, self.place, own_bn
+        )
 
 
 def _check_held_out(line: Line, task: str, count: int, *, calibrated: bool) -> None:

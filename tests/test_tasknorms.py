@@ -1,0 +1,205 @@
+"""BN layers of a task's own: what is common then is the layers' weights, and BN is put away and taken out again."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xkfac
+from xkfac.calibrating import _path, _ProxyTask, _Source, _Way
+from xkfac.errors import MismatchError, XkfacError
+from xkfac.tasknorms import TaskNorm, task_norms_of, with_norm_state
+
+
+class Net(nn.Module):
+    """Convolutions with a bias and without one, a linear layer, BN behind each, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
+        self.second, self.again = nn.Conv2d(4, 5, 3, bias=False), nn.BatchNorm2d(5)
+        self.third, self.last = nn.Linear(5, 6), nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = F.relu(self.again(self.second(F.relu(self.norm(self.first(x))))))
+        return self.head(F.relu(self.last(self.third(x.mean((2, 3))))))
+
+
+def data(count=4, size=16, seed=0, shift=0.0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 2, 7, 7, generator=generator) + shift, torch.randint(3, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def trained(net, batches, steps=30, learner=None, lr=0.05):
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr, momentum=0.9)
+    net.train()
+    for step in range(steps):
+        x, y = batches[step % len(batches)]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        (loss if learner is None else learner.objective(loss)).backward()
+        optimizer.step()
+    return net.eval()
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return trained(Net(), data())
+
+
+def test_the_units_are_the_layers_alone_in_the_coordinates_of_their_own_weights(net):
+    memory = xkfac.consolidate(net, data(), "own-bn", exclude=["head"])
+    assert {unit.name: (unit.norm, unit.weight) for unit in memory.units} == {
+        name: (None, f"{name}.weight") for name in ("first", "second", "third")
+    }
+    for name in ("first", "second", "third"):
+        weight, bias = net.get_parameter(f"{name}.weight"), getattr(net.get_submodule(name), "bias", None)
+        rows = torch.cat([weight.flatten(1), *([] if bias is None else [bias[:, None]])], 1)
+        torch.testing.assert_close(memory.anchor[name][0], rows.detach())
+    excluded = {row.parameter for row in memory.coverage.rows if row.kind == "excluded"}
+    assert excluded == {f"{m}.{p}" for m in ("norm", "again", "last", "head") for p in ("weight", "bias")}
+
+
+def test_the_curvature_is_the_fisher_of_the_network_as_its_past_tasks_use_it(net):
+    """The Fisher of a linear layer by its definition, every example and every label, BN as it stands."""
+    net = net.double()
+    batches = [(x.double(), y) for x, y in data()]
+    memory = xkfac.consolidate(net, batches, "own-bn", exclude=["head"], labels="exact")
+    x = torch.cat([x for x, _ in batches])
+    inputs, gradients = [], []
+    hook = net.third.register_forward_hook(lambda module, args, out: inputs.append((args[0], out)))
+    output = net(x)
+    hook.remove()
+    a = torch.cat([inputs[0][0].detach(), torch.ones(len(x), 1, dtype=x.dtype)], 1)
+    for label in range(3):
+        rise = F.cross_entropy(output, torch.full((len(x),), label), reduction="sum")
+        (gradient,) = torch.autograd.grad(rise, inputs[0][1], retain_graph=True)
+        gradients.append(gradient * output.detach().softmax(1)[:, label : label + 1].sqrt())
+    fisher = sum(g.T @ g for g in gradients) / len(x)  # of each example; they do not touch each other
+    covariance, mean = torch.cov(a.T, correction=0), a.mean(0)
+    expected = torch.kron(covariance, fisher) + torch.kron(torch.outer(mean, mean), fisher)
+    torch.testing.assert_close(memory.curvature.blocks["third"].dense()[0], expected, rtol=1e-8, atol=1e-12)
+
+
+def test_past_tasks_have_their_function_back_with_their_norms_where_weights_stood_still(net):
+    x = data(seed=9)[0][0]
+    before, kept = net(x).detach(), xkfac.norm_state(net)
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name in ("norm.weight", "again.bias", "last.weight"))
+    trained(net, data(seed=1, shift=2.0))
+    assert (net(x) - before).abs().max() > 0.1
+    own = xkfac.norm_state(net)
+    with with_norm_state(net, kept):
+        assert torch.equal(net(x), before)
+    assert all(torch.equal(own[name], tensor) for name, tensor in xkfac.norm_state(net).items())
+    xkfac.load_norm_state(net, kept)
+    assert torch.equal(net(x), before)
+
+
+def test_a_strong_penalty_keeps_the_past_and_leaves_bn_to_the_target(net):
+    source, target = data(), data(seed=1, shift=2.0)
+    x = data(seed=9)[0][0]
+    before, kept = net(x).detach(), xkfac.norm_state(net)
+    memory = xkfac.consolidate(net, source, "own-bn", exclude=["head"])
+    start = copy.deepcopy(net)
+    rises = {}
+    for strength in (0.0, 30.0):
+        net = copy.deepcopy(start)
+        net.head.requires_grad_(False)
+        with xkfac.Learner(net, memory, strength=strength) as learner:
+            learner.begin()
+            trained(net, target, 200, learner, 0.5 * min(0.05, learner.stable_lr(0.9)))
+            assert len(learner.protected) == 5
+        assert all(not torch.equal(net.get_parameter(f"{n}.weight"), start.get_parameter(f"{n}.weight")) for n in NORMS)
+        assert F.cross_entropy(net(target[0][0]), target[0][1]) < F.cross_entropy(start(target[0][0]), target[0][1])
+        xkfac.load_norm_state(net, kept)
+        divergence = F.kl_div(net(x).log_softmax(1), before.log_softmax(1), reduction="batchmean", log_target=True)
+        rises[strength] = divergence.item()
+    assert rises[30.0] < 0.3 * rises[0.0]
+
+
+NORMS = ("norm", "again", "last")
+
+
+def test_calibration_measures_with_the_norms_of_the_source_and_lets_the_proxy_have_its_own(net):
+    memory = xkfac.consolidate(net, data(), "own-bn", exclude=["head"])
+    forward = xkfac.batches.default_forward
+    source = _Source(net, memory, forward, data(seed=5), seed=0)
+    moved = copy.deepcopy(net)
+    with torch.no_grad():
+        for norm in (moved.norm, moved.again, moved.last):
+            norm.weight.mul_(1.5)
+            norm.running_mean.add_(1.0)
+    assert (source.point(moved).predicted, source.point(moved).real) == (0, 0)
+    task = _ProxyTask(net, memory.likelihood, forward, data(seed=6), 0)
+    *_, network = _path(net, memory, task, 1.0, _Way(8, 0.05, 1e-4, 0))
+    changed = {name for name, p in network.named_parameters() if not torch.equal(p, net.get_parameter(name))}
+    assert {f"{name}.weight" for name in NORMS} < changed
+    assert not changed & {"head.weight", "head.bias"}
+    point = source.point(network)
+    assert point.real > 0
+    assert point.predicted > 0
+
+
+def test_calibration_finds_the_penalty_nearly_right_where_bn_does_not_move():
+    """Nothing but the coupling of units and higher orders is left out, so a short path needs no large scale."""
+    torch.manual_seed(1)
+    net = trained(Net(), data(8, 32), 100)
+    memory = xkfac.consolidate(net, data(8, 32), "own-bn", exclude=["head"], draws=32)
+    found = xkfac.calibrate(net, memory, data(8, 32, seed=3), rounds=1, steps=20, lr=0.005).calibration
+    assert 0.4 < found.scale < 2.5
+
+
+def test_a_memory_goes_on_over_tasks_and_through_a_file(net, tmp_path):
+    memory = xkfac.consolidate(net, data(), "own-bn", exclude=["head"])
+    memory.save(tmp_path / "memory.safetensors")
+    memory = xkfac.Memory.load(tmp_path / "memory.safetensors", net)
+    assert memory.method == xkfac.METHODS["own-bn"]
+    assert memory.exclude == ("head",)
+    learner = xkfac.Learner(net, memory)
+    learner.begin()
+    trained(net, data(seed=1, shift=2.0), 10, learner)
+    extended = learner.finish(data(seed=1, shift=2.0))
+    assert extended.tasks == 2
+    assert {unit.name for unit in extended.units} == {"first", "second", "third"}
+
+
+def test_task_norms_hold_one_bn_a_task_and_the_active_one_alone_learns(net):
+    x, before = data()[0][0], net(data()[0][0]).detach()
+    xkfac.give_task_norms(net, ["old", "new"])
+    layers = task_norms_of(net)
+    assert len(layers) == 3
+    assert torch.equal(net(x), before)
+    for layer in layers:
+        layer.enter("new")
+    trained(net, data(seed=1, shift=2.0), 5)
+    for layer in layers:
+        assert [p.requires_grad for task in ("old", "new") for p in layer.of[task].parameters()] == [False] * 2 + [
+            True
+        ] * 2
+        assert not torch.equal(layer.of["old"].running_mean, layer.of["new"].running_mean)
+        assert not torch.equal(layer.of["old"].weight, layer.of["new"].weight)
+        layer.enter("old")
+        assert all(parameter.grad is None for parameter in layer.of["new"].parameters())
+    assert not torch.equal(net(x), before)  # the layers' weights have moved
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_changed(net):
+    state, before = xkfac.norm_state(net), xkfac.norm_state(net)
+    with pytest.raises(MismatchError, match=r"^'again\.bias' of a BN is not alike in the network and in the norm stat"):
+        xkfac.load_norm_state(net, {**{key: tensor + 1 for key, tensor in state.items()}, "again.bias": torch.ones(7)})
+    with pytest.raises(MismatchError, match=r"^'norm\.weight' of a BN is not alike"):
+        xkfac.load_norm_state(net, {key: tensor for key, tensor in state.items() if key != "norm.weight"})
+    assert all(torch.equal(before[key], tensor) for key, tensor in xkfac.norm_state(net).items())
+    with pytest.raises(XkfacError, match="needs the name of at least one task"):
+        TaskNorm(nn.BatchNorm1d(3), [])
+    for changes in ({"fixed_bn": True}, {"recentre": True}, {"interpretation": "brn"}):
+        with pytest.raises(XkfacError, match="own_bn=True leaves every BN to its task, so there is none|fixed_bn=True"):
+            xkfac.consolidate(net, data(), "own-bn", exclude=["head"], **changes)
