@@ -31,6 +31,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "XK-FAC": {"method": "xkfac"},
     "XK-FAC, the paper's form": {"method": "xkfac", "form": "paper"},
     "XK-FAC, hierarchical": {"method": "xkfac", "grouping": "hierarchical"},
+    "own BN": {"method": "own-bn"},
     "EWC": {"method": "ewc"},
     "fixed BN": {"method": "fixed-bn"},
 }

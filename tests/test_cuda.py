@@ -48,7 +48,9 @@ def pair(method="xkfac", **made):
 
 
 @pytest.mark.parametrize("branches", [False, True])
-@pytest.mark.parametrize("made", [{}, {"form": "mean"}, {"kind": "corrected"}, {"cross_layer": True}])
+@pytest.mark.parametrize(
+    "made", [{}, {"form": "mean"}, {"kind": "corrected"}, {"cross_layer": True}, {"method": "own-bn"}]
+)
 def test_replays_of_a_captured_step_are_eager_steps(made, branches, monkeypatch):
     monkeypatch.setattr(Learner, "_branches", branches)
     eager, captured = pair(**made)
@@ -83,7 +85,8 @@ def test_replays_of_a_captured_step_are_eager_steps(made, branches, monkeypatch)
 
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize(
-    "made", [{}, {"form": "paper"}, {"kind": "corrected"}, {"kind": "diagonal"}, {"cross_layer": True}]
+    "made",
+    [{}, {"form": "paper"}, {"kind": "corrected"}, {"kind": "diagonal"}, {"cross_layer": True}, {"method": "own-bn"}],
 )
 def test_fused_gradients_are_those_of_autograd(made, branches, monkeypatch):
     monkeypatch.setattr(Learner, "_branches", branches)

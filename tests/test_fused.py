@@ -351,7 +351,7 @@ def test_a_branch_changes_no_number_and_is_left_where_a_bn_was_not_read_since_it
     [
         ("xkfac", {"interpretation": "bn"}, mlp),
         ("unmerged", {}, mlp),
-        ("ewc", {}, mlp),
+        ("xkfac", {"interpretation": "eval"}, mlp),
         ("xkfac", {}, lambda: mlp(BatchRenorm1d)),
     ],
 )
@@ -359,6 +359,29 @@ def test_there_is_no_branch_where_the_penalty_needs_activations(monkeypatch, met
     monkeypatch.setattr(Learner, "_branches", True)
     assert started(net(), method, **options)[1]._branch is None
     assert started()[1]._branch is not None
+
+
+@pytest.mark.parametrize("method", ["own-bn", "ewc"])
+def test_a_branch_of_parameters_alone_is_left_where_they_changed_since_its_fork(monkeypatch, method):
+    results = []
+    for branches in (False, True):
+        monkeypatch.setattr(Learner, "_branches", branches)
+        torch.manual_seed(0)
+        model, learner = started(mlp(), method)
+        x, y = target()[0]
+        covered = []
+        for change in (False, True, False):
+            loss = F.cross_entropy(model(x), y)
+            if change:
+                move(model)
+            covered.append(learner._branch is not None and learner._branch.covers(learner._readings))
+            learner.backward(loss.detach().requires_grad_() if change else loss)
+            move(model)
+        assert covered == [branches, False, branches]
+        assert not branches or not learner._branch.covers({})  # used up
+        results.append((learner.last_penalty, [parameter.grad for parameter in model.parameters()]))
+    assert results[0][0] > 0
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def step_of(build, method, options, branches, monkeypatch):
@@ -406,6 +429,7 @@ def step_of(build, method, options, branches, monkeypatch):
         (Alike, "xkfac", {"interpretation": "eval"}),
         (Alike, "xkfac", {"balance": True}),
         (Alike, "ewc", {}),
+        (Alike, "own-bn", {}),
         (Alike, "corrected", {}),
         (Alike, "unmerged", {}),
         (lambda: mlp(BatchRenorm1d), "xkfac", {}),

@@ -60,9 +60,9 @@ def hessian(learner, parameter):
 
 
 @pytest.mark.parametrize("build", [mlp, Mixed])
-@pytest.mark.parametrize("method", ["kfac", "diagonal"])
-def test_of_one_kronecker_product_every_block_is_exactly_inverted(build, method):
-    _, learner = started(build, method=method)
+@pytest.mark.parametrize("made", [{"method": "kfac"}, {"method": "diagonal"}, {"method": "kfac", "cross_layer": True}])
+def test_of_one_kronecker_product_every_block_is_exactly_inverted(build, made):
+    _, learner = started(build, **made)
     weight = 0.3 * 0.5 * 4e4
     implicit = learner.implicit(0.3, rank=1000)
     assert len(implicit.parameters) > 3

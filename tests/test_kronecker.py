@@ -142,6 +142,10 @@ def test_khatri_rao_blocks():
     assert torch.linalg.eigvalsh(dense).min() > -1e-9
     corner = sum(torch.kron(t.left[0, :3, :3].contiguous(), t.right[0, :2, :2].contiguous()) for t in block.terms)
     torch.testing.assert_close(dense[:6, :6], corner)
+    place = 0
+    for unit, (row, column) in enumerate(zip(rows, columns, strict=True)):
+        own = slice(place, place := place + row * column)
+        torch.testing.assert_close(block.own_block(unit).dense()[0], block.dense()[own, own])
     again = khatri_rao(parts(block), rows, columns)
     assert torch.equal(again.dense(), dense)
     torch.testing.assert_close(block.scale(2.0).join(block).dense(), 3 * dense)

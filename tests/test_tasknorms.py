@@ -201,5 +201,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(net):
     with pytest.raises(XkfacError, match="needs the name of at least one task"):
         TaskNorm(nn.BatchNorm1d(3), [])
     for changes in ({"fixed_bn": True}, {"recentre": True}, {"interpretation": "brn"}):
-        with pytest.raises(XkfacError, match="own_bn=True leaves every BN to its task, so there is none|fixed_bn=True"):
+        with pytest.raises(
+            XkfacError, match=r"own_bn=True leaves every BN to its task, so there is none|fixed_bn=True"
+        ):
             xkfac.consolidate(net, data(), "own-bn", exclude=["head"], **changes)

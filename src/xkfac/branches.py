@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,20 +16,28 @@ class Branch:
     """Forks where a forward pass of the model begins and joins where its results are used.
 
     Under the interpretation brn, in a net that does not clip, W~ - W~* and its product with the curvature depend on
-    parameters and on the population's statistics of before the forward pass alone. `gather` copies these, all in one
+    parameters and on the population's statistics of before the forward pass alone; those of units without BN always
+    depend on parameters alone. `gather` copies these, all in one
     tensor, and returns it with the statistics [2, C] by unit that are in it; it is called at the fork, since the
-    forward pass changes them. A forward pass must leave the parameters alone, as all but very unusual ones do. Captured
+    forward pass changes them. Parameters that change between the fork and their use leave it without effect. Captured
     as a CUDA graph, the work becomes a branch parallel to the forward pass; on other devices it runs in its turn.
     """
 
-    def __init__(self, gather: Callable[[], tuple[Tensor, dict[str, Tensor]]], device: torch.device) -> None:
-        self._gather = gather
+    def __init__(
+        self,
+        gather: Callable[[], tuple[Tensor, dict[str, Tensor]]],
+        parameters: Sequence[Tensor],
+        device: torch.device,
+    ) -> None:
+        self._gather, self._parameters = gather, parameters
+        self._versions: list[int] = []
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._main: Any = None
         self._fork: Any = None
         self._statistics: Any = None
         self._end: Any = None
         self._names: set[str] = set()
+        self._open = False
         self._fresh: dict[str, Tensor] = {}
         self._given: dict[str, Tensor] = {}
         self.vectors: Tensor
@@ -38,11 +46,13 @@ class Branch:
     def begin(self, module: nn.Module) -> None:
         """Fork: the forward pass of the model is about to begin."""
         self._given = {}
-        if torch.compiler.is_compiling() or not module.training:
+        self._open = module.training and not torch.compiler.is_compiling()
+        if not self._open:
             self._fresh = {}
             return
         self.vectors, self._fresh = self._gather()
         self._names = set(self._fresh)
+        self._versions = [parameter._version for parameter in self._parameters]
         if self._stream is not None:
             self._fork = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._fork.record()
@@ -57,14 +67,15 @@ class Branch:
     def covers(self, readings: Mapping[str, Reading]) -> bool:
         """Whether the readings are those of the forward pass since the fork, and of all BN."""
         given = self._given
-        return bool(given) and all(
+        read = self._open and all(
             name in given and name in readings and readings[name].population is given[name] for name in self._names
         )
+        return read and self._versions == [parameter._version for parameter in self._parameters]
 
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Run on the branch what is inside, which must depend on nothing that came after the fork."""
-        self._given = {}
+        self._given, self._open = {}, False
         if self._stream is None:
             yield
             return

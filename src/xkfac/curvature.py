@@ -106,6 +106,12 @@ class Curvature:
     def __contains__(self, unit: object) -> bool:
         return unit in self.blocks or unit in self.joint_units
 
+    def block(self, unit: str) -> Block | None:
+        """Return the block of a unit by itself, also of one that is held together with others; None if it has none."""
+        if self.joint is not None and unit in self.joint_units:
+            return self.joint.own_block(self.joint_units.index(unit))
+        return self.blocks.get(unit)
+
     def product(self, displacements: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return H v for displacements v, each [groups, rows, columns] by unit (eq. bp)."""
         products = {name: block.product(displacements[name]) for name, block in self.blocks.items()}

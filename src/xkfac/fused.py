@@ -74,9 +74,14 @@ class FusedPenalty:
 
     @property
     def branches_off(self) -> bool:
-        """Whether every unit's displacement can be known before a forward pass, under brn and without clipping."""
+        """Whether every unit's displacement can be known before a forward pass, its BN read as brn without clipping."""
         norms = [one.bound.norm for each in self._groups for one in each.members if one.bound.norm is not None]
-        return len(norms) == len(self._merged) > 0 and not any(isinstance(norm, _BatchRenorm) for norm in norms)
+        return len(norms) == len(self._merged) and not any(isinstance(norm, _BatchRenorm) for norm in norms)
+
+    @property
+    def reads_norms(self) -> bool:
+        """Whether L_s depends on any BN."""
+        return any(one.bound.norm is not None for each in self._groups for one in each.members)
 
     def gather(self, readings: Mapping[str, Reading] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a copy of the vectors, and center and spread [2, C] of every unit in it.

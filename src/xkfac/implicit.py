@@ -41,7 +41,7 @@ class Implicit:
         found: list[tuple[Tensor, _Part]] = []
         generator = torch.Generator("cpu").manual_seed(seed)
         for one in bound:
-            block = curvature.blocks.get(one.unit.name)
+            block = curvature.block(one.unit.name)
             if block is not None and one.unit.kind in ("linear", "conv"):
                 found += _parts_of(one, block, weight, rank, generator)
         alike: dict[tuple[Any, ...], list[tuple[Tensor, _Part]]] = {}

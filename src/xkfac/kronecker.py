@@ -273,6 +273,13 @@ class KhatriRao:
             total.append(torch.cat([torch.cat([torch.kron(a, h) for a, h in row], 1) for row in pairs]))
         return torch.stack(total).sum(0)
 
+    def own_block(self, place: int) -> Kronecker:
+        """Return the block {A}_{l,l} (x) {H}_{l,l} of the unit at a place."""
+        columns = slice(sum(self.columns[:place]), sum(self.columns[: place + 1]))
+        rows = slice(sum(self.rows[:place]), sum(self.rows[: place + 1]))
+        cut = [(t.left[:, :, columns] if t.low_rank else t.left[:, columns, columns], t) for t in self.terms]
+        return Kronecker(tuple(replace(t, left=left, right=t.right[:, rows, rows]) for left, t in cut))
+
     def average(self, other: KhatriRao, own: float, others: float) -> KhatriRao:
         """Return the product whose factors are own * (these) + others * (the other's)."""
         merged = Kronecker(self.terms).average(Kronecker(other.terms), own, others)

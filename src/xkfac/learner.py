@@ -98,9 +98,11 @@ class Learner:
 
     def _fork(self) -> Branch | None:
         """Return a branch that forks where a forward pass begins, where the method has work for it."""
-        if self._fused is None or not self._fused.branches_off or self.method.interpretation != "brn":
+        if self._fused is None or not self._fused.branches_off:
             return None
-        branch = Branch(self._fused.gather, device_of(self.model))
+        if self._fused.reads_norms and self.method.interpretation != "brn":
+            return None
+        branch = Branch(self._fused.gather, list(self.model.parameters()), device_of(self.model))
         # A function, which a copy of the model shares; of a method it would copy the object, stream and all.
         self._handles.append(self.model.register_forward_pre_hook(lambda module, inputs: branch.begin(module)))
         return branch
