@@ -118,3 +118,19 @@ def test_single_precision_stays_within_rounding(channels, size, taps):
         gram = PatchGram(patches_of(conv, image), way)
         gram.add(image)
         torch.testing.assert_close(gram.sum().double(), exact, rtol=0, atol=3e-6 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize(("dtype", "features"), [(torch.bfloat16, 8), (torch.bfloat16, 16), (torch.float64, 4)])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_large_pieces_are_the_same_bytes(dtype, features, offset):
+    """Whatever the numbers are, and only where all of them lie at multiples of the pieces."""
+    torch.manual_seed(0)
+    flat = torch.randn(offset + 2 * 3 * 5 * 4 * features).to(dtype)[offset:]
+    image = flat.view(2, 3, 5, 4, features)
+    pieces = autocorrelation._in_large_pieces(image)
+    assert pieces.is_complex() == (offset == 0 and features * image.element_size() > 16)
+    axes = [Axis(5, 2, 1, 1, 0, 0), Axis(4, 3, 1, 1, 0, 0)]
+    wanted = autocorrelation._windows(image, axes).flatten(4).flatten(2, -2)
+    found = autocorrelation._written_out(image, axes)
+    assert found.shape == (2, 3, 4 * 2, 2 * 3 * features)
+    assert torch.equal(found, wanted)

@@ -97,3 +97,35 @@ def test_a_mean_by_location_is_kept_of_the_image_alone():
         moments.add_images(image, patches)
     held = [value for value in vars(moments._deviations).values() if isinstance(value, torch.Tensor)]
     assert [tuple(tensor.shape) for tensor in held] == [(1, 16, 20, 20)]
+
+
+@pytest.fixture
+def rounding(monkeypatch):
+    """Have this CPU round images for their products, as a GPU may."""
+    monkeypatch.setattr(deviations, "rounds", lambda image: image.dtype == torch.float32)
+    monkeypatch.setattr(deviations, "rounded", lambda image: image.bfloat16())
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("shift", "from_zero"), [(0.0, True), (3.0, True), (300.0, False)])
+def test_rounded_images_are_taken_from_their_mean_where_it_is_far(shift, from_zero, layout, rounding):
+    """The covariance is that of the images to the digits of bfloat16, and as good as positive semi-definite."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(16, 2, 3, padding=1))
+    images = [(torch.randn(40, 16, 6, 6) + shift).to(memory_format=layout) for _ in range(3)]
+    (unit,) = find_units(net, images[0]).units
+    patches = Patches(unit)
+    taken = Deviations(patches, centred=True)
+    for image in images:
+        taken.add(image)
+    assert taken._from_zero == from_zero
+    assert taken._gram._of[torch.Size([6, 6])].like.dtype == torch.bfloat16
+    taken.settle(120)
+    x = patches.unrolled(torch.cat(images).double())[0]
+    mean = x.mean(0, keepdim=True)
+    wanted = torch.einsum("nsd,nse->de", x - mean, x - mean)
+    found = taken.sum()[0].double()
+    assert (found - wanted).norm() < 3e-3 * wanted.norm()
+    torch.testing.assert_close(taken.origin()[0].double(), mean, rtol=3e-3, atol=3e-3)
+    values = torch.linalg.eigvalsh(found)
+    assert values.min() > -1e-5 * values.max()

@@ -99,7 +99,7 @@ def test_rounded_products_of_small_integers_are_exact(groups, low_rank):
     wanted = found + block.product(v)
     coarse = in_bfloat16(block)
     assert isinstance(coarse, Rounded)
-    assert all(tensor.dtype == torch.bfloat16 for tensor in (*coarse.lefts, coarse.right))
+    assert all(tensor.dtype == torch.bfloat16 for tensor in (*sum(coarse.lefts, ()), coarse.right))
     coarse.add_product(v.bfloat16(), found)
     assert torch.equal(found, wanted)
     assert not torch.equal(wanted, torch.zeros_like(wanted))
@@ -126,7 +126,7 @@ def test_a_rounded_factor_keeps_its_smallest_eigenvalues():
     left = (basis * values @ basis.T).float()[None]
     assert torch.linalg.eigvalsh(left.bfloat16().double()).min() < -1e-3
     block = in_bfloat16(Kronecker((Term(left, torch.eye(4)[None]),)))
-    high, low = block.lefts[0].double().split(48, 1)
+    high, low = (part.double() for part in block.lefts[0])
     assert torch.linalg.eigvalsh(high + low).min() > -2e-5
     weak = basis[:, :4].T.float()[None].contiguous()
     out = torch.zeros(1, 4, 48)

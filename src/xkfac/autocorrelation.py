@@ -134,6 +134,19 @@ def _windows(image: Tensor, axes: list[Axis]) -> Tensor:
     )
 
 
+def _in_large_pieces(image: Tensor) -> Tensor:
+    """Return an image [..., F] in numbers of 16 bytes where F allows: a GPU copies these several times faster."""
+    steps = (*image.stride()[:-1], image.shape[-1], image.storage_offset())
+    fits = image.stride(-1) == 1 and all(step * image.element_size() % 16 == 0 for step in steps)
+    return image.view(torch.complex128) if fits and image.shape[-1] * image.element_size() > 16 else image
+
+
+def _written_out(image: Tensor, axes: list[Axis]) -> Tensor:
+    """Return the windows of an image [groups, N, *space, F] with its padding, [groups, N, positions, taps * F]."""
+    windows = _windows(_in_large_pieces(image), axes).flatten(2 + len(axes)).flatten(2, -2)
+    return windows.view(image.dtype)
+
+
 class _Unrolled:
     """The whole Gram matrix, from patches that are written out."""
 
@@ -141,7 +154,7 @@ class _Unrolled:
     whole = True
 
     def __init__(self, axes: list[Axis]) -> None:
-        self.axes, self.rank = axes, len(axes)
+        self.axes = axes
         self.place: tuple[slice, ...] = (slice(None),)
         self.gram = Gram()
 
@@ -156,8 +169,7 @@ class _Unrolled:
         image = image.movedim((1, 2), (0, -1)).contiguous()
         features = math.prod(axis.positions * axis.taps for axis in self.axes) * image.shape[0] * image.shape[-1]
         for some in torch.split(image, _examples_at_once(image, features), 1):
-            rows = _windows(some, self.axes).flatten(2 + self.rank).flatten(2, -2)
-            self.gram.add(rows, scale)
+            self.gram.add(_written_out(some, self.axes), scale)
 
     def into(self, total: Tensor, scale: float, *, fresh: bool) -> None:
         """Add scale times the matrix to `total` [groups, *taps, F, *taps, F], or write it there."""
@@ -267,9 +279,8 @@ class _Lags:
         groups, features = image.shape[1:3]
         image = image.movedim((1, 2), (0, -1))
         pads = [reach * axis.dilation for reach, axis in zip(self.reach, self.long, strict=True)]
-        around = padded(
-            image, [(0 if place == 0 else pad, pad) for place, pad in enumerate(pads)] + [(0, 0)]
-        ).contiguous()
+        around = [(0 if place == 0 else pad, pad) for place, pad in enumerate(pads)]
+        shifted = padded(_in_large_pieces(image), [*around, (0, 0)]).contiguous().view(image.dtype)
         shifts = [
             Axis(axis.size, lags, 1, axis.dilation, 0 if place == 0 else pad, pad)
             for place, (axis, lags, pad) in enumerate(zip(self.long, self.lags, pads, strict=True))
@@ -279,8 +290,8 @@ class _Lags:
         if self.total is None:
             dtype = summed_in(image.dtype)
             self.total = image.new_zeros(groups, features, math.prod(self.lags) * features, dtype=dtype)
-        for some, shifted in zip(torch.split(image, at_once, 1), torch.split(around, at_once, 1), strict=True):
-            windows = _windows(shifted, shifts).flatten(2 + len(shifts)).flatten(1, -2)
+        for some, others in zip(torch.split(image, at_once, 1), torch.split(shifted, at_once, 1), strict=True):
+            windows = _written_out(others, shifts).flatten(1, 2)
             add_product_(self.total, some.flatten(1, -2).mT, windows, scale)
 
     def _by_lag(self) -> Tensor:

@@ -13,10 +13,14 @@ from torch import Tensor
 from xkfac.autocorrelation import PatchGram
 from xkfac.grams import add_gram, mirror_
 from xkfac.patches import Patches
-from xkfac.precision import rounds, summed_in
+from xkfac.precision import exactly, rounded, rounds, summed_in
 
 # On a CPU rows wait for so many of them: a product reads and writes the whole matrix, which is larger than a cache.
 ROOM = 512
+
+# Numbers of bfloat16 are off by 2^-9 of themselves, so that inputs need not be taken from their mean before they are
+# rounded unless its square is so many times their variance: what they are off by is 3e-4 of the variance then.
+FAR = 256.0
 
 
 class Rows:
@@ -77,15 +81,34 @@ class Rows:
         mirror_(torch.mul(self._total, scale, out=total))
 
 
+def _is_near(image: Tensor, mean: Tensor) -> bool:
+    """Whether zero is near enough to images [N, C, ...] of a mean [1, C, ...] for them to be rounded as they are."""
+    square = mean.square().sum()
+    return bool(square <= FAR * (image.square().mean(0).sum() - square))
+
+
+def _summed(image: Tensor) -> Tensor:
+    """Return the sum [1, C, ...] over images [N, C, ...], in the dtype that products are summed in."""
+    dtype, last = summed_in(image.dtype), image.movedim(1, -1)
+    if image.dtype == dtype or not image.is_cuda or not (image.is_contiguous() or last.is_contiguous()):
+        return image.sum(0, keepdim=True, dtype=dtype)
+    # As a product it reads as fast as memory gives, which a sum of numbers of two bytes does not.
+    rows = image if image.is_contiguous() else last
+    total = torch.mm(image.new_ones(1, len(image)), rows.flatten(1), out_dtype=dtype).view(1, *rows.shape[1:])
+    return total if rows is image else total.movedim(-1, 1)
+
+
 class Deviations:
     """Accumulates the moments of patches of images; `centred`: from the first batch's mean by location, else from zero.
 
-    Where they are centred, all images are of one size.
+    Where they are centred, all images are of one size. Images that are rounded for their products are taken from zero
+    unless that is far from them, since a difference is more to write than a rounded copy.
     """
 
     def __init__(self, patches: Patches, *, centred: bool) -> None:
         self.patches, self.centred = patches, centred
         self._origin: Tensor | None = None
+        self._from_zero = False
         self._rows: Rows | None = None
         self._gram = PatchGram(patches)
         # Sums over examples by size of the image, and how many examples: numbers that a recorded graph counts too.
@@ -100,6 +123,9 @@ class Deviations:
         """Take the patches of images [N, C, ...]."""
         if self.centred and self._origin is None:
             self._origin = image.mean(0, keepdim=True)
+            self._from_zero = rounds(image) and not self.patches.is_row(image) and _is_near(image, self._origin)
+            if self._from_zero:
+                self._origin.zero_()
         if not self.centred and self.patches.homogeneous:
             self._count(image)
         if self.patches.is_row(image):
@@ -107,13 +133,10 @@ class Deviations:
                 self._rows = Rows(image)
             self._rows.add(image.select(2, 0), None if self._origin is None else self._origin.select(2, 0))
             return
-        if self._origin is not None and rounds(image):
-            # The difference is rounded where it is written, so that products and sums read half of it.
-            image = torch.sub(image, self._origin, out=torch.empty_like(image, dtype=torch.bfloat16))
-        elif self._origin is not None:
-            image = image - self._origin
+        if self._origin is not None:
+            image = rounded(image if self._from_zero else image - self._origin)
         self._gram.add(image)
-        sums = image.sum(0, keepdim=True, dtype=summed_in(image.dtype))
+        sums = _summed(image)
         known = self._sums.get(image.shape[2:])
         if known is None:
             self._sums[image.shape[2:]] = sums
@@ -140,7 +163,8 @@ class Deviations:
         else:
             (sums,) = self._sums.values()
             drift = sums / examples
-            self._gram.add(drift, -float(examples))
+            with exactly():
+                self._gram.add(drift, -float(examples))
             sums.zero_()
         self._origin = self._origin + drift
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,17 @@ def rounded(tensor: Tensor) -> Tensor:
     return tensor.bfloat16() if rounds(tensor) else tensor
 
 
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Have products of float32 matrices be of float32 inside, whatever torch's setting says."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def summed_in(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that products of a dtype are summed in."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
@@ -31,6 +45,6 @@ def add_product_(total: Tensor, first: Tensor, second: Tensor, scale: float = 1.
     if first.dtype == total.dtype:
         total.baddbmm_(first, second, alpha=scale)
     elif first.is_cuda:
-        total.add_(torch.bmm(first, second, out_dtype=total.dtype), alpha=scale)
+        torch.baddbmm(total, first, second, out_dtype=total.dtype, alpha=scale, out=total)
     else:
         total.baddbmm_(first.to(total.dtype), second.to(total.dtype), alpha=scale)

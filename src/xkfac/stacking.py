@@ -11,7 +11,7 @@ from torch import Tensor
 from xkfac.curvature import Curvature
 from xkfac.kronecker import Block, Corrected, Diagonal, Kronecker, assemble, parts
 from xkfac.merging import BoundUnit
-from xkfac.precision import rounds
+from xkfac.precision import add_product_, rounds
 
 _ALIGNMENT = 16  # numbers: where every group starts, as vectorised kernels like it
 
@@ -192,29 +192,29 @@ class Stack:
 class Rounded:
     """A sum of K Kronecker products in bfloat16: `lefts` by term, `right` [groups, C, K * C].
 
-    An input factor is A_k as the sum of two bfloat16 matrices, one below the other [groups, 2 D, D], or a root R_k
-    [groups, r, D] of it where it is among `roots`. Rounded once, a factor whose eigenvalues differ by orders of
-    magnitude would have negative ones, along which a penalty would drive weights away; a root cannot have them.
+    An input factor is A_k as the sum of two bfloat16 matrices [groups, D, D], or a root R_k [groups, r, D] of it by
+    itself. Rounded once, a factor whose eigenvalues differ by orders of magnitude would have negative ones, along which
+    a penalty would drive weights away; a root cannot have them.
     """
 
-    lefts: tuple[Tensor, ...]
-    roots: tuple[bool, ...]
+    lefts: tuple[tuple[Tensor, ...], ...]
     right: Tensor
 
     def add_product(self, displacement: Tensor, out: Tensor) -> None:
         """Add sum_k H_k (V A_k) to `out` [groups, C, D], in place, for V of bfloat16."""
         groups, rows, columns = displacement.shape
         inner = displacement.new_empty(groups, len(self.lefts) * rows, columns)
-        twice = displacement if all(self.roots) else torch.cat([displacement, displacement], 2)
-        for part, left, root in zip(inner.split(rows, 1), self.lefts, self.roots, strict=True):  # type: ignore[no-untyped-call]
-            torch.bmm(torch.bmm(displacement, left.mT) if root else twice, left, out=part)
-        out.add_(torch.bmm(self.right, inner))
+        for part, (first, *rest) in zip(inner.split(rows, 1), self.lefts, strict=True):  # type: ignore[no-untyped-call]
+            torch.bmm(displacement if rest else torch.bmm(displacement, first.mT), first, out=part)
+            for second in rest:
+                part.baddbmm_(displacement, second)
+        add_product_(out, self.right, inner)
 
 
-def _in_two(factor: Tensor) -> Tensor:
-    """Return a factor [groups, D, D] as two of bfloat16 whose sum it is but for 2^-17 of it, [groups, 2 D, D]."""
+def _in_two(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a factor [groups, D, D] as two of bfloat16 whose sum it is but for 2^-17 of it."""
     high = factor.bfloat16()
-    return torch.cat([high, (factor - high).bfloat16()], 1)
+    return high, (factor - high).bfloat16()
 
 
 def in_bfloat16(block: Block | Stack) -> Block | Stack | Rounded:
@@ -222,12 +222,11 @@ def in_bfloat16(block: Block | Stack) -> Block | Stack | Rounded:
     if isinstance(block, Stack):
         groups, terms = len(block.right), len(block.left) // len(block.right)
         lefts = block.left.view(groups, terms, *block.left.shape[1:]).unbind(1)
-        return Rounded(tuple(_in_two(left) for left in lefts), (False,) * terms, block.right.bfloat16())
+        return Rounded(tuple(_in_two(left) for left in lefts), block.right.bfloat16())
     if not isinstance(block, Kronecker) or any(term.diagonal for term in block.terms):
         return block
     return Rounded(
-        tuple(term.left.bfloat16() if term.low_rank else _in_two(term.left) for term in block.terms),
-        tuple(term.low_rank for term in block.terms),
+        tuple((term.left.bfloat16(),) if term.low_rank else _in_two(term.left) for term in block.terms),
         torch.cat([term.right for term in block.terms], 2).bfloat16(),
     )
 
