@@ -5,7 +5,8 @@
 The cost of a batch is that of a long pass less that of a short one, over the batches between the two, so that what a
 pass does once is no part of it; that part is shown beside it. The methods take turns in one process, and the median
 counts. Peak memory is that of the pass above what lay on the device before. Operations are those of matrix products and
-convolutions. On a GPU, a pass that waited for the device in its later batches would fail.
+convolutions; bytes are those that operations read and write, as if no cache held any. On a GPU, a pass that waited for
+the device in its later batches would fail.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 from common import keep, provenance
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import xkfac
@@ -110,6 +113,28 @@ def operations_of(run: Callable[[], None]) -> float:
     return counter.get_total_flops() / 1e9
 
 
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operations read and write, as if none of it stayed in a cache; views are free."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not func.is_view and func is not torch.ops.aten.detach.default:
+            for tensor in tree_leaves((args, kwargs, result)):
+                if isinstance(tensor, Tensor):
+                    self.total += tensor.numel() * tensor.element_size()
+        return result
+
+
+def bytes_of(run: Callable[[], None]) -> float:
+    """Return how many GB a run reads and writes."""
+    with Traffic() as traffic:
+        run()
+    return traffic.total / 1e9
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("results/curvature-time"))
@@ -148,19 +173,22 @@ def main() -> None:
     for name in runs:
         single = curvature_pass(net, batch, "cpu", made[name]) if name in made else plain_pass(net, batch, "cpu")
         costs[name] = {"gflop": operations_of(lambda single=single: single(1))}
+        # What a pass does once is in both, and is no part of a batch.
+        costs[name]["gb"] = bytes_of(lambda single=single: single(2)) - bytes_of(lambda single=single: single(1))
         if device == "cuda":
             costs[name]["peak_gib"] = peak_of(lambda single=single: single(1))
     plain = statistics.median(each for each, _ in seconds["plain"])
     lines = [
-        "| batch | milliseconds | ratio to plain | once a pass, ms | GFLOP of products | TFLOP/s | peak, GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| batch | ms | ratio to plain | once a pass, ms | GFLOP of products | TFLOP/s | GB moved | TB/s | peak, GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, values in seconds.items():
         each, once = (statistics.median(column) for column in zip(*values, strict=True))
         cost = costs[name]
         lines.append(
             f"| {name} | {1000 * each:.3f} | {each / plain:.2f} | {1000 * once:.0f} | {cost['gflop']:.1f} | "
-            f"{cost['gflop'] / each / 1000:.1f} | {cost.get('peak_gib', float('nan')):.2f} |"
+            f"{cost['gflop'] / each / 1000:.1f} | {cost['gb']:.1f} | {cost['gb'] / each / 1000:.2f} | "
+            f"{cost.get('peak_gib', float('nan')):.2f} |"
         )
     keep(options.output, record, {"seconds": seconds, "costs": costs}, "\n".join(lines))
 

@@ -12,12 +12,14 @@ with the real rise of the source loss, and of the divergence from what the netwo
 Of the points whose real rise is at least `--floor`: `ratio` is the geometric mean of real / predicted, what the penalty
 would have to be multiplied by; `spread` the standard deviation of its logarithm, what no scale can mend (0.69 is a
 factor of two); `rank` Spearman's correlation over all points. Nothing is tuned, and every curvature that is listed
-runs.
+runs. Curvatures with own BN, where the source is measured with the BN layers that it had, run by themselves; their
+penalties take steps that are implicit in them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
@@ -40,6 +42,7 @@ from xkfac.experiments.backbones import ManyHeaded, load_source, make_backbone
 from xkfac.experiments.images import Pictures, load_pictures
 from xkfac.merging import bind
 from xkfac.passes import norms_of
+from xkfac.tasknorms import with_norm_state
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "K-FAC": {"method": "kfac"},
@@ -57,6 +60,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "grouping": "hierarchical",
         "statistics": "population",
     },
+    "own BN, K-FAC": {"method": "own-bn", "kind": "kfac", "grouping": "paper"},
+    "own BN, paper's grouping": {"method": "own-bn", "grouping": "paper"},
+    "own BN, pooled": {"method": "own-bn", "grouping": "pooled"},
+    "own BN, hierarchical": {"method": "own-bn"},
 }
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = "heads*"
@@ -96,10 +103,16 @@ class Batches:
 
 
 class Measure:
-    """Measures a network by examples of the source that neither its weights nor a curvature have seen."""
+    """Measures a network by examples of the source that neither its weights nor a curvature have seen.
 
-    def __init__(self, net: ManyHeaded, source: str, part: Pictures, prepare: Callable[[Tensor], Tensor]) -> None:
+    own_bn: with the BN layers that the network has now, whatever it has later.
+    """
+
+    def __init__(
+        self, net: ManyHeaded, source: str, part: Pictures, prepare: Callable[[Tensor], Tensor], *, own_bn: bool
+    ) -> None:
         self.source, self.part, self.prepare = source, part, prepare
+        self.norms = xkfac.norm_state(net) if own_bn else None
         self.before = self._outputs(net)
         self.loss = F.cross_entropy(self.before, part.y)
 
@@ -107,7 +120,8 @@ class Measure:
     def _outputs(self, net: ManyHeaded) -> Tensor:
         flag = net.training
         net.eval()
-        with net.using(self.source):
+        norms = contextlib.nullcontext() if self.norms is None else with_norm_state(net, self.norms)
+        with net.using(self.source), norms:
             outputs = torch.cat([net(self.prepare(x)) for x in self.part.x.split(500)])
         net.train(flag)
         return outputs
@@ -146,7 +160,9 @@ def learn(
     net.enter(target)
     with xkfac.Learner(net, memory, damping=options.damping, strength=strength) as learner:
         learner.begin(loader, max_batches=40)
-        lr = min(options.lr, 0.5 * learner.stable_lr(0.9))  # an unstable path says nothing about a curvature
+        implicit = learner.implicit(options.lr, 0.9) if memory.method.own_bn else None
+        # An unstable path says nothing about a curvature.
+        lr = min(options.lr, 0.5 * learner.stable_lr(0.9, implicit=implicit))
         for norm in norms_of(net).values():
             norm.momentum = options.bn_momentum
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr, momentum=0.9)
@@ -157,6 +173,8 @@ def learn(
             loss = F.cross_entropy(net(x), y)
             optimizer.zero_grad()
             learner.backward(loss)
+            if implicit is not None:
+                implicit.step()
             optimizer.step()
             if step in stops:
                 yield step, loss.item()
@@ -246,6 +264,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--curvature-batches", type=int, default=75)
     parser.add_argument("--draws", type=int, default=2, help="labels drawn for each batch of a curvature")
+    parser.add_argument("--measured", type=int, help="measure on so many pictures of their half, all by default")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--calibration-steps", type=int, default=160)
     parser.add_argument("--points", type=int, default=5, help="of a path: its end, its half, its quarter, ...")
@@ -255,7 +274,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--damping", type=float, default=1e-4)
     parser.add_argument("--strengths", type=float, nargs="+", default=[1.0, 30.0])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
+    shared = [name for name, given in VARIANTS.items() if given["method"] != "own-bn"]
+    parser.add_argument("--variants", nargs="+", default=shared, choices=list(VARIANTS), metavar="NAME")
     parser.add_argument("--floor", type=float, default=0.01, help="the least real rise that counts")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -281,7 +301,11 @@ class Experiment:
         augmentation = Augmentation(pixels=options.pixels)
         self.plain, flip = augmentation.plain, torch.Generator().manual_seed(options.seed)
         estimating, measuring = halves(source.validation.to(DEVICE), options.seed)
-        self.measure = Measure(self.net, self.source, measuring, self.plain)
+        own = {VARIANTS[name]["method"] == "own-bn" for name in options.variants}
+        if len(own) > 1:
+            raise SystemExit("curvatures with own BN are measured by themselves; list either these or others")
+        measuring = Pictures(measuring.x[: options.measured], measuring.y[: options.measured])
+        self.measure = Measure(self.net, self.source, measuring, self.plain, own_bn=own.pop())
         given = source.train.to(DEVICE) if from_train else estimating
         # One list of batches for all: every curvature sees the same ones.
         loader = Batches(given, options.batch, self.plain, options.seed)

@@ -1,23 +1,28 @@
-"""What rounding does to the eigenvalues of factors: once to TF32 or bfloat16, or as a sum of two bfloat16 matrices.
+"""What rounding does to factors: those of a penalty, rounded themselves, and Gram matrices of rounded inputs.
 
     python benchmarks/rounding.py --weights resnet18-tiny.safetensors --tree tiny-imagenet-100.zip [--output FOLDER]
 
 A network whose source is a tree of images gets a memory of some batches of its validation images; the smallest
-eigenvalue of each dense factor of some units is shown over its largest, for every way to round it. A negative one is a
-direction along which a penalty drives weights away.
+eigenvalue of each dense factor of some units is shown over its largest, for every way to round it: once to TF32 or
+bfloat16, or as a sum of two bfloat16 matrices. A negative one is a direction along which a penalty drives weights away.
+Then a memory is made as a GPU makes it at the matmul precision "medium", inputs and gradients rounded to bfloat16 for
+their products; `distance` is that of a factor to the exact one over its norm.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import torch
 from common import keep, provenance
 from torch import Tensor
 
 import xkfac
+from xkfac import autocorrelation, deviations, grams
 from xkfac.experiments.augmentation import Augmentation
 from xkfac.experiments.backbones import load_source, make_backbone
 from xkfac.experiments.courses import PicturePool
@@ -36,9 +41,48 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "exact": lambda matrix: matrix,
     "TF32": tf32,
     "bfloat16": lambda matrix: matrix.bfloat16(),
-    "two of bfloat16": lambda matrix: torch.stack(_in_two(matrix[None])[0].double().chunk(2)).sum(0),
+    "two of bfloat16": lambda matrix: torch.stack(_in_two(matrix)).double().sum(0),
 }
 UNITS = ("layer1.0.conv1", "layer2.0.conv1", "layer2.1.conv2", "layer3.1.conv2")
+
+
+@contextlib.contextmanager
+def rounding() -> Iterator[None]:
+    """Have Gram matrices be of bfloat16 vectors on a CPU, as they are on a GPU, but for what is computed exactly."""
+    exact: list[bool] = []
+
+    @contextlib.contextmanager
+    def exactly() -> Iterator[None]:
+        exact.append(True)
+        yield
+        exact.pop()
+
+    def rounds(tensor: Tensor) -> bool:
+        return not exact and tensor.dtype == torch.float32
+
+    def rounded(tensor: Tensor) -> Tensor:
+        return tensor.bfloat16() if rounds(tensor) else tensor
+
+    with contextlib.ExitStack() as patches:
+        for module, names in (
+            (grams, ["rounded"]),
+            (autocorrelation, ["rounded"]),
+            (deviations, ["rounded", "rounds"]),
+        ):
+            for name in names:
+                patches.enter_context(mock.patch.object(module, name, {"rounded": rounded, "rounds": rounds}[name]))
+        patches.enter_context(mock.patch.object(deviations, "exactly", exactly))
+        yield
+
+
+def factors_of(memory: xkfac.Memory, endings: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the dense factors of units whose names end so."""
+    for name, block in memory.curvature.blocks.items():
+        if isinstance(block, Kronecker) and name.endswith(tuple(endings)):
+            for place, term in enumerate(block.terms, 1):
+                if not term.low_rank:
+                    yield f"{name}, input factor {place}", term.left[0]
+                yield f"{name}, gradient factor {place}", term.right[0]
 
 
 def main() -> None:
@@ -56,19 +100,20 @@ def main() -> None:
     load_source(net, options.weights, "source")
     plain = PicturePool(source.validation, Augmentation(options.pixels), False)
     order = batches(len(plain), 32, seed=0, task=0, epoch=0)[: options.batches]
-    memory = xkfac.consolidate(net, [plain.take(index) for index in order], exclude=["heads.*"], draws=1)
+    given = [plain.take(index) for index in order]
+    factors = dict(factors_of(xkfac.consolidate(net, given, exclude=["heads.*"], draws=1), options.units))
+    with rounding():
+        coarse = dict(factors_of(xkfac.consolidate(net, given, exclude=["heads.*"], draws=1), options.units))
     results: dict[str, dict[str, float]] = {}
-    for name, block in memory.curvature.blocks.items():
-        if isinstance(block, Kronecker) and name.endswith(tuple(options.units)):
-            for place, term in enumerate(block.terms, 1):
-                factors = {"input": None if term.low_rank else term.left[0], "gradient": term.right[0]}
-                for kind, factor in factors.items():
-                    if factor is not None:
-                        largest = torch.linalg.eigvalsh(factor.double())[-1]
-                        row = {way: torch.linalg.eigvalsh(round_(factor).double())[0] for way, round_ in WAYS.items()}
-                        results[f"{name}, {kind} factor {place}"] = {k: float(v / largest) for k, v in row.items()}
-    lines = ["| factor | " + " | ".join(WAYS) + " |", "|---|" + "---|" * len(WAYS)]
-    lines += [f"| {name} | " + " | ".join(f"{row[way]:.1e}" for way in WAYS) + " |" for name, row in results.items()]
+    for name, factor in factors.items():
+        largest = torch.linalg.eigvalsh(factor.double())[-1]
+        smallest = {way: torch.linalg.eigvalsh(round_(factor).double())[0] for way, round_ in WAYS.items()}
+        smallest["of rounded vectors"] = torch.linalg.eigvalsh(coarse[name].double())[0]
+        results[name] = {way: float(value / largest) for way, value in smallest.items()}
+        results[name]["distance"] = float((coarse[name] - factor).norm() / factor.norm())
+    columns = [*WAYS, "of rounded vectors", "distance"]
+    lines = ["| factor | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    lines += [f"| {name} | " + " | ".join(f"{row[key]:.1e}" for key in columns) + " |" for name, row in results.items()]
     keep(options.output, record, results, "\n".join(lines))
 
 

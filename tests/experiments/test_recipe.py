@@ -270,7 +270,7 @@ NUMBERS = st.floats(0, 1e30)
 
 @st.composite
 def lines(draw):
-    method = draw(st.sampled_from([*METHODS, JOINT]))
+    method = draw(st.sampled_from([*(name for name, method in METHODS.items() if not method.own_bn), JOINT]))
     norm = draw(st.sampled_from(["bn", "brn", "none"]))
     made = {
         "label": draw(TEXTS), "note": draw(TEXTS), "method": method, "norm": norm,
@@ -322,3 +322,8 @@ def test_texts_keep_every_character_that_toml_can_hold():
     text = "".join(map(chr, range(0x20, 0x100))) + string.whitespace + "\u2028'''\"\"\"\\"
     recipe = Recipe("a", {"b": Line(text)}, figures={"c": Figure(text)})
     assert parse(recipe.to_toml()) == recipe
+
+
+def test_bn_of_a_task_s_own_is_for_tasks_that_are_told_apart():
+    with pytest.raises(RecipeError, match=r"^lines\.a: method 'own-bn' is for images; permuted digits are not told apart"):
+        parse('name = "x"\n[lines.a]\nmethod = "own-bn"\n')
