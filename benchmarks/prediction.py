@@ -38,8 +38,9 @@ from torch.nn import functional as F
 
 import xkfac
 from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import ManyHeaded, load_source, make_backbone
+from xkfac.experiments.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.images import Pictures, load_pictures
+from xkfac.experiments.weights import load_source
 from xkfac.merging import bind
 from xkfac.passes import norms_of
 from xkfac.tasknorms import with_norm_state

@@ -17,10 +17,11 @@ from common import keep, provenance
 
 import xkfac
 from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import load_source, make_backbone
+from xkfac.experiments.backbones import make_backbone
 from xkfac.experiments.courses import PicturePool
 from xkfac.experiments.data import batches
 from xkfac.experiments.images import Pictures, load_pictures
+from xkfac.experiments.weights import load_source
 
 AFTER = (1, 5, 10, 20, 30)
 

@@ -24,10 +24,11 @@ from torch import Tensor
 import xkfac
 from xkfac import autocorrelation, deviations, grams
 from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import load_source, make_backbone
+from xkfac.experiments.backbones import make_backbone
 from xkfac.experiments.courses import PicturePool
 from xkfac.experiments.data import batches
 from xkfac.experiments.images import load_pictures
+from xkfac.experiments.weights import load_source
 from xkfac.kronecker import Kronecker
 from xkfac.stacking import _in_two
 

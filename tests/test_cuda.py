@@ -99,7 +99,7 @@ def test_fused_gradients_are_those_of_autograd(made, branches, monkeypatch):
     learner.load_state_dict({"begun": True, "balance": None})
     for x, _ in batches(3, seed=4):
         model(x.double())
-        readings = dict(learner._readings)
+        readings = dict(learner._watch.readings)
         fused = learner.penalty()
         weights = {name: one.merged_weight(readings.get(name)) for name, one in learner._bound.items()}
         reference = learner._penalty(weights)

@@ -314,7 +314,7 @@ def test_a_renormalized_net_and_mixed_eps_agree_with_autograd_in_single_precisio
     model, learner = started(mlp(lambda size: BatchRenorm1d(size, eps=1e-5 * size, warmup=0, r_steps=1, d_steps=1)))
     x = target()[0][0]
     model(x)
-    readings = dict(learner._readings)
+    readings = dict(learner._watch.readings)
     wanted = learner._penalty({n: one.merged_weight(readings.get(n)) for n, one in learner._bound.items()})
     torch.testing.assert_close(learner.penalty(), wanted)
 
@@ -331,7 +331,7 @@ def trained(monkeypatch, branches, steps):
         if place == 2:
             model(x)
         loss = F.cross_entropy(model.head(model.first(x)) if place == 3 else model(x), y)
-        covered.append(learner._branch is not None and learner._branch.covers(learner._readings))
+        covered.append(learner._branch is not None and learner._branch.covers(learner._watch.readings))
         optimizer.zero_grad()
         learner.objective(loss).backward()
         optimizer.step()
@@ -374,7 +374,7 @@ def test_a_branch_of_parameters_alone_is_left_where_they_changed_since_its_fork(
             loss = F.cross_entropy(model(x), y)
             if change:
                 move(model)
-            covered.append(learner._branch is not None and learner._branch.covers(learner._readings))
+            covered.append(learner._branch is not None and learner._branch.covers(learner._watch.readings))
             learner.backward(loss.detach().requires_grad_() if change else loss)
             move(model)
         assert covered == [branches, False, branches]
@@ -406,7 +406,7 @@ def step_of(build, method, options, branches, monkeypatch):
             elif way == "objective":
                 learner.objective(loss).backward()
             else:
-                read, _ = learner._taken_readings()
+                read, _ = learner._watch.taken()
                 weights = {name: one.merged_weight(read.get(name)) for name, one in learner._bound.items()}
                 learner.last_penalty = learner._penalty(weights)
                 source, aim = learner._factors()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -25,8 +25,9 @@ from xkfac.methods import get_method
 from xkfac.passes import Progress, device_of, norms_of, unwrap
 from xkfac.penalty import Penalty
 from xkfac.stiffness import stiffness
-from xkfac.taps import Shared, Tap
+from xkfac.taps import Shared
 from xkfac.units import as_patterns
+from xkfac.watching import Watch
 
 Keep = Literal["average", "all"]
 
@@ -87,25 +88,24 @@ class Learner:
         read = self.memory.to(dtype=_wide_dtype(self.model))
         self._penalty = Penalty(read.curvature, read.anchor, damping)
         self._fused = FusedPenalty(self._penalty, self._bound) if self._bound else None
-        self._readings: dict[str, Reading] = {}
-        self._blind: set[str] = set()
-        self._handles: list[Any] = []
         self._frozen: list[tuple[nn.Parameter, bool]] = []
         self._begun = self._closed = False
         branches = device.type == "cuda" if self._branches is None else self._branches
-        self._branch = self._fork() if branches else None
-        self._watch_norms()
+        self._branch: Branch | None = None
+        self._forks: Any = None
+        if branches:
+            self._branch, self._forks = self._fork()
+        self._watch = Watch(self.model, self.method, self._bound, self._branch)
 
-    def _fork(self) -> Branch | None:
-        """Return a branch that forks where a forward pass begins, where the method has work for it."""
+    def _fork(self) -> tuple[Branch | None, Any]:
+        """Return a branch that forks where a forward pass begins, where the method has work for it, and its hook."""
         if self._fused is None or not self._fused.branches_off:
-            return None
+            return None, None
         if self._fused.reads_norms and self.method.interpretation != "brn":
-            return None
+            return None, None
         branch = Branch(self._fused.gather, list(self.model.parameters()), device_of(self.model))
         # A function, which a copy of the model shares; of a method it would copy the object, stream and all.
-        self._handles.append(self.model.register_forward_pre_hook(lambda module, inputs: branch.begin(module)))
-        return branch
+        return branch, self.model.register_forward_pre_hook(lambda module, inputs: branch.begin(module))
 
     @property
     def _reads_merged_weights(self) -> bool:
@@ -116,34 +116,6 @@ class Learner:
             return 0.0, 1.0
         tasks = self.memory.tasks
         return tasks / (tasks + 1), 1 / (tasks + 1)
-
-    def _watch_norms(self) -> None:
-        if self.method.fixed_bn:
-            for norm in norms_of(self.model).values():
-                before, after = _evaluation()
-                self._handles += [norm.register_forward_pre_hook(before), norm.register_forward_hook(after)]
-        elif self.method.interpretation != "eval":
-            for bound in self._bound.values():
-                if isinstance(bound.norm, nn.SyncBatchNorm):
-                    raise XkfacError(
-                        f"'{bound.unit.norm}' is a SyncBatchNorm, whose statistics one process cannot read; learn with "
-                        "BatchNorm layers in each process, or with interpretation='eval'"
-                    )
-                if bound.norm is not None:
-                    tap = Tap(bound, self.method.interpretation, self._branch)
-                    self._handles.append(tap.put_on(self._note(bound.unit.name)))
-
-    def _note(self, name: str) -> Callable[[Reading], None]:
-        """Return a function that takes in a reading of a unit's BN."""
-
-        def note(reading: Reading) -> None:
-            # A checkpointed segment runs again inside the backward pass; its first run is the one that counts.
-            if torch.compiler.is_compiling() or not _in_backward():
-                self._readings[name] = reading
-            elif name in self._blind and reading.mean.requires_grad:
-                raise _without_gradient(name)
-
-        return note
 
     def begin(
         self,
@@ -207,29 +179,11 @@ class Learner:
         """
         if self._fused is None:
             return torch.zeros((), device=device_of(self.model))
-        readings, branch = self._taken_readings()
+        readings, branch = self._watch.taken()
         if not torch.compiler.is_compiling():
             return self._fused(readings, branch)
         # A compiler fuses by itself, if it sees the single operations.
         return self._penalty({name: bound.merged_weight(readings.get(name)) for name, bound in self._bound.items()})
-
-    def _taken_readings(self) -> tuple[dict[str, Reading], Branch | None]:
-        """Return the readings since the last call, and the branch if it covers them."""
-        self._check_differentiable()
-        readings = dict(self._readings)
-        self._readings.clear()
-        covered = self._branch is not None and self._branch.covers(readings)
-        return readings, self._branch if covered else None
-
-    def _check_differentiable(self) -> None:
-        """Refuse statistics that were read without gradient, as in the first run of a re-entrant checkpoint."""
-        self._blind.clear()
-        if torch.is_grad_enabled():
-            self._blind.update(name for name, reading in self._readings.items() if not reading.differentiable)
-        for name in self._blind:
-            if self._bound[name].trainable:
-                self._readings.clear()
-                raise _without_gradient(name)
 
     def objective(self, loss: Tensor) -> Tensor:
         """Return ls * L_s + lt * L_t for the target's loss L_t (eq. cl), each over its alpha where balanced.
@@ -260,7 +214,7 @@ class Learner:
             return
         self._check_step()
         source, target = self._factors()
-        readings, branch = self._taken_readings()
+        readings, branch = self._watch.taken()
         penalty, found = self._fused.value_and_gradients(readings, source, branch)
         own = [pair for pair in found if pair[0].is_leaf]
         made = [pair for pair in found if not pair[0].is_leaf]
@@ -334,17 +288,7 @@ class Learner:
         self._check_open()
         if not self._begun:
             raise XkfacError("call begin(target_loader) before the first objective(loss)")
-        self._check_readings()
-
-    def _check_readings(self) -> None:
-        if self.method.interpretation == "eval" or self.method.fixed_bn or self._readings:
-            return
-        waiting = [b for b in self._bound.values() if b.norm is not None and b.norm.training]
-        if waiting:
-            raise XkfacError(
-                f"no batch has passed '{waiting[0].unit.norm}' in training mode since the last objective; call the "
-                "model, then objective once, and make the learner before the first call of a compiled model"
-            )
+        self._watch.check()
 
     def finish(
         self,
@@ -404,12 +348,12 @@ class Learner:
 
     def close(self) -> None:
         """Take the hooks off the model and give frozen parameters their gradients back."""
-        for handle in self._handles:
-            handle.remove()
+        self._watch.remove()
+        if self._forks is not None:
+            self._forks.remove()
         for parameter, flag in self._frozen:
             parameter.requires_grad_(flag)
-        self._handles, self._frozen, self._begun, self._closed = [], [], False, True
-        self._readings.clear()
+        self._frozen, self._begun, self._closed = [], False, True
 
     def __enter__(self) -> Learner:
         return self
@@ -425,20 +369,6 @@ def _waited_for(reading: Reading) -> tuple[Tensor, Tensor]:
     return reading.handles if isinstance(reading, Shared) else (reading.mean, reading.var)
 
 
-def _evaluation() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return hooks that run a BN in evaluation mode whatever its flag says, and give the flag back after it."""
-    flags: list[bool] = []
-
-    def before(module: nn.Module, inputs: Any) -> None:
-        flags.append(module.training)
-        module.training = False
-
-    def after(module: nn.Module, inputs: Any, output: Any) -> None:
-        module.training = flags.pop()
-
-    return before, after
-
-
 def _wide_dtype(model: nn.Module) -> torch.dtype:
     """Return the widest dtype of a model's floating-point parameters, float32 at least."""
     dtype = torch.float32
@@ -446,14 +376,3 @@ def _wide_dtype(model: nn.Module) -> torch.dtype:
         if parameter.is_floating_point():
             dtype = torch.promote_types(dtype, parameter.dtype)
     return dtype
-
-
-def _without_gradient(unit: str) -> XkfacError:
-    return XkfacError(
-        f"the batch statistics of unit '{unit}' were read with gradients disabled, so the penalty cannot reach the "
-        "weights through them; checkpoint with use_reentrant=False, or take the forward pass out of torch.no_grad"
-    )
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -15,10 +15,11 @@ from PIL import Image
 from tests.experiments.small_runs import Disk, die
 from xkfac.calibrating import calibrate
 from xkfac.experiments import images
-from xkfac.experiments.backbones import make_backbone, save_source
+from xkfac.experiments.backbones import make_backbone
 from xkfac.experiments.folder import RunFolder
 from xkfac.experiments.materials import load_materials
 from xkfac.experiments.parsing import parse_recipe
+from xkfac.experiments.weights import save_source
 from xkfac.experiments.worker import run_job
 
 CLASSES = ("ant", "bee", "cat")

@@ -14,15 +14,10 @@ from torch import nn
 from torchvision import models
 
 import xkfac
-from xkfac.experiments import backbones
-from xkfac.experiments.backbones import (
-    BackboneError,
-    ManyHeaded,
-    WeightsError,
-    load_source,
-    make_backbone,
-    save_source,
-)
+from xkfac.experiments import weights
+from xkfac.experiments.backbones import ManyHeaded, make_backbone
+from xkfac.experiments.library import BackboneError
+from xkfac.experiments.weights import WeightsError, load_source, save_source
 
 
 def library_model(name, classes):
@@ -289,7 +284,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(backbones.storage, "save_file", full)
+    monkeypatch.setattr(weights.storage, "save_file", full)
     with pytest.raises(WeightsError, match=r"could not be written and is as it was before \(No space left"):
         save_source(net, path, "source", {})
     assert path.read_bytes() == b"old"

@@ -16,9 +16,9 @@ from tests.experiments import made_up_images as small
 from tests.experiments.small_runs import assert_same, weights
 from xkfac.experiments import report
 from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import load_source
 from xkfac.experiments.folder import RunFolder
 from xkfac.experiments.parsing import load_recipe
+from xkfac.experiments.weights import load_source
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "fine-grained.md"
 # torchvision's compiled operators do not load beside a CPU build of torch; its models do not need them.

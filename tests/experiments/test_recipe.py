@@ -325,5 +325,5 @@ def test_texts_keep_every_character_that_toml_can_hold():
 
 
 def test_bn_of_a_task_s_own_is_for_tasks_that_are_told_apart():
-    with pytest.raises(RecipeError, match=r"^lines\.a: method 'own-bn' is for images; permuted digits are not told apart"):
+    with pytest.raises(RecipeError, match=r"^lines\.a: method 'own-bn' is for images; permuted digits"):
         parse('name = "x"\n[lines.a]\nmethod = "own-bn"\n')

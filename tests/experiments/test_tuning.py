@@ -17,7 +17,7 @@ from tests.experiments.made_up_images import make_tree
 from tests.experiments.small_runs import Disk, die
 from xkfac import cli
 from xkfac.experiments import RunError, report, resume
-from xkfac.experiments.backbones import make_backbone, save_source
+from xkfac.experiments.backbones import make_backbone
 from xkfac.experiments.courses import Permuted, PictureCourse
 from xkfac.experiments.data import DataError
 from xkfac.experiments.folder import RunFolder
@@ -30,6 +30,7 @@ from xkfac.experiments.studies import JOURNAL, Studies, import_optuna, open_stor
 from xkfac.experiments.trials import Choice, GridPoint, Outcome, TunedJob, grid_of, held, ranked, tuned_jobs
 from xkfac.experiments.tuner import PHASES, Alone, Refused, Tuner, phase_done
 from xkfac.experiments.tuning import chosen, go_on, tune
+from xkfac.experiments.weights import save_source
 from xkfac.experiments.worker import run_job
 
 TEXT = """

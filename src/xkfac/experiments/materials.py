@@ -11,12 +11,13 @@ from typing import Literal, Protocol
 import torch
 
 from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import ManyHeaded, is_download, load_source, make_backbone
+from xkfac.experiments.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.courses import Course, Permuted, PictureCourse
 from xkfac.experiments.data import DataError, Parts, load
 from xkfac.experiments.images import PictureParts, load_pictures
 from xkfac.experiments.recipe import Line, Recipe
 from xkfac.experiments.trees import Tree, find_tree
+from xkfac.experiments.weights import is_download, load_source
 
 PartName = Literal["train", "validation", "test"]
 PARTS: tuple[PartName, ...] = ("train", "validation", "test")

@@ -22,11 +22,12 @@ import torch
 
 from xkfac import storage
 from xkfac.errors import MemoryFileError
-from xkfac.experiments.backbones import make_backbone, save_source
+from xkfac.experiments.backbones import make_backbone
 from xkfac.experiments.files import replace_file
 from xkfac.experiments.images import PictureParts, Pictures, find_tree, load_pictures
 from xkfac.experiments.pretrainer import Pretraining, PretrainingError, Trainer, accuracy
 from xkfac.experiments.provenance import provenance
+from xkfac.experiments.weights import save_source
 
 CHECKPOINT = "xkfac-pretraining"
 

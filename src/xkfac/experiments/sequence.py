@@ -24,7 +24,7 @@ from xkfac.experiments.data import batches, stream
 from xkfac.experiments.folder import JobFolder, RunError, not_written
 from xkfac.experiments.recipe import JOINT, SINGLE, Line
 from xkfac.experiments.stages import Batches, Progress, Stage, stages_of
-from xkfac.experiments.training import Examples, Pool, Stepper, make_optimizer
+from xkfac.experiments.training import Examples, Pool, Stepper, load_momentum, make_optimizer, momentum_of
 from xkfac.experiments.turning import Turn
 from xkfac.implicit import Implicit
 from xkfac.learner import Learner
@@ -334,14 +334,14 @@ class Sequence:
 
     def _carried(self, stepper: Stepper) -> dict[str, Tensor]:
         """Return what a training in progress goes on with beside weights: momentum, and the state of a balance."""
-        carried = {f"momentum/{name}": tensor for name, tensor in _momentum(self.model, stepper.optimizer).items()}
+        carried = {f"momentum/{name}": tensor for name, tensor in momentum_of(self.model, stepper.optimizer).items()}
         if self._balance is not None:
             carried |= {f"balance/{name}": tensor for name, tensor in self._balance.state_dict().items()}
         return carried
 
     def _take_up(self, stepper: Stepper, carried: dict[str, Tensor]) -> None:
         named = _by_kind(carried, "momentum", "balance")
-        _load_momentum(self.model, stepper.optimizer, named["momentum"])
+        load_momentum(self.model, stepper.optimizer, named["momentum"])
         if self._balance is not None and named["balance"]:
             self._balance.load_state_dict(named["balance"])
 
@@ -393,14 +393,3 @@ def _by_kind(tensors: dict[str, Tensor], *kinds: str) -> dict[str, dict[str, Ten
 
 def _is_finite(model: nn.Module) -> bool:
     return math.isfinite(sum(tensor.double().sum() for tensor in model.state_dict().values()))
-
-
-def _momentum(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    states = {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
-    return {name: state["momentum_buffer"] for name, state in states.items() if "momentum_buffer" in state}
-
-
-@torch.no_grad()
-def _load_momentum(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: dict[str, Tensor]) -> None:
-    for name, tensor in momentum.items():
-        optimizer.state[model.get_parameter(name)]["momentum_buffer"].copy_(tensor)

@@ -94,6 +94,19 @@ def make_optimizer(model: nn.Module, momentum: float, protected: Iterable[Tensor
     return optimizer
 
 
+def momentum_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the momentum of parameters by their names, not copied."""
+    states = {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
+    return {name: state["momentum_buffer"] for name, state in states.items() if "momentum_buffer" in state}
+
+
+@torch.no_grad()
+def load_momentum(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: dict[str, Tensor]) -> None:
+    """Put the momentum of parameters back in, in place."""
+    for name, tensor in momentum.items():
+        optimizer.state[model.get_parameter(name)]["momentum_buffer"].copy_(tensor)
+
+
 class Stepper:
     """Runs epochs of training steps of a model on examples, with a learner's penalty if there is one.
 
