@@ -531,3 +531,16 @@ def test_a_backward_pass_at_once_on_a_gpu_is_that_on_the_cpu(branches, monkeypat
             learner.backward(F.cross_entropy(model(x.double().to(device)), y.to(device)))
         results.append((learner.last_penalty.cpu(), [p.grad.cpu() for p in model.parameters()]))
     torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-10)
+
+
+def test_a_learner_that_refuses_a_network_leaves_no_hook_on_it(monkeypatch):
+    monkeypatch.setattr(Learner, "_branches", True)
+    model = mlp()
+    memory = xkfac.consolidate(model, data())
+    model[4] = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model[4])
+    with pytest.raises(xkfac.XkfacError, match="is a SyncBatchNorm, whose statistics one process cannot read"):
+        Learner(model, memory)
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert "forward" not in vars(module)

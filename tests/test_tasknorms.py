@@ -177,8 +177,7 @@ def test_task_norms_hold_one_bn_a_task_and_the_active_one_alone_learns(net):
     layers = task_norms_of(net)
     assert len(layers) == 3
     assert torch.equal(net(x), before)
-    for layer in layers:
-        layer.enter("new")
+    xkfac.enter_task(net, "new")
     trained(net, data(seed=1, shift=2.0), 5)
     for layer in layers:
         assert [p.requires_grad for task in ("old", "new") for p in layer.of[task].parameters()] == [False] * 2 + [
@@ -200,6 +199,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(net):
     assert all(torch.equal(before[key], tensor) for key, tensor in xkfac.norm_state(net).items())
     with pytest.raises(XkfacError, match="needs the name of at least one task"):
         TaskNorm(nn.BatchNorm1d(3), [])
+    xkfac.give_task_norms(net, ["old", "new"])
+    with pytest.raises(XkfacError, match=r"^there is no BN for task 'nwe'; name one of old, new$"):
+        xkfac.enter_task(net, "nwe")
+    net = Net()
     for changes in ({"fixed_bn": True}, {"recentre": True}, {"interpretation": "brn"}):
         with pytest.raises(
             XkfacError, match=r"own_bn=True leaves every BN to its task, so there is none|fixed_bn=True"

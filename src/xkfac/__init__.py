@@ -13,7 +13,7 @@ from xkfac.merging import recentre
 from xkfac.methods import METHODS, Method
 from xkfac.penalty import Penalty
 from xkfac.renorm import BatchRenorm1d, BatchRenorm2d, BatchRenorm3d, to_batchnorm, to_renorm
-from xkfac.tasknorms import TaskNorm, give_task_norms, load_norm_state, norm_state
+from xkfac.tasknorms import TaskNorm, enter_task, give_task_norms, load_norm_state, norm_state
 from xkfac.units import Coverage, Unit, find_units
 
 __version__ = "0.1.0"
@@ -46,6 +46,7 @@ __all__ = [
     "XkfacError",
     "calibrate",
     "consolidate",
+    "enter_task",
     "estimate",
     "find_units",
     "give_task_norms",

@@ -91,21 +91,20 @@ class Learner:
         self._frozen: list[tuple[nn.Parameter, bool]] = []
         self._begun = self._closed = False
         branches = device.type == "cuda" if self._branches is None else self._branches
-        self._branch: Branch | None = None
+        branch = self._branch = self._fork() if branches else None
+        self._watch = Watch(self.model, self.method, self._bound, branch)
         self._forks: Any = None
-        if branches:
-            self._branch, self._forks = self._fork()
-        self._watch = Watch(self.model, self.method, self._bound, self._branch)
+        if branch is not None:
+            # A function, which a copy of the model shares; of a method it would copy the object, stream and all.
+            self._forks = self.model.register_forward_pre_hook(lambda module, inputs: branch.begin(module))
 
-    def _fork(self) -> tuple[Branch | None, Any]:
-        """Return a branch that forks where a forward pass begins, where the method has work for it, and its hook."""
+    def _fork(self) -> Branch | None:
+        """Return a branch that forks where a forward pass begins, where the method has work for it."""
         if self._fused is None or not self._fused.branches_off:
-            return None, None
+            return None
         if self._fused.reads_norms and self.method.interpretation != "brn":
-            return None, None
-        branch = Branch(self._fused.gather, list(self.model.parameters()), device_of(self.model))
-        # A function, which a copy of the model shares; of a method it would copy the object, stream and all.
-        return branch, self.model.register_forward_pre_hook(lambda module, inputs: branch.begin(module))
+            return None
+        return Branch(self._fused.gather, list(self.model.parameters()), device_of(self.model))
 
     @property
     def _reads_merged_weights(self) -> bool:

@@ -31,7 +31,12 @@ class TaskNorm(nn.Module):
         self.active = next(iter(self.of))
 
     def enter(self, task: str) -> None:
-        """Use the BN of a task; it learns, all others stand still."""
+        """Use the BN of a task; it learns, all others stand still.
+
+        Raises XkfacError for a task that it has no BN for.
+        """
+        if task not in self.of:
+            raise XkfacError(f"there is no BN for task '{task}'; name one of {', '.join(self.of)}")
         self.of.requires_grad_(False)
         self.of[task].requires_grad_(True)
         for parameter in self.of.parameters():
@@ -55,6 +60,15 @@ def give_task_norms(model: nn.Module, tasks: Iterable[str]) -> None:
     names = list(tasks)
     for path, norm in norms_of(model).items():
         model.set_submodule(path, TaskNorm(norm, names))
+
+
+def enter_task(model: nn.Module, task: str) -> None:
+    """Use the BN of a task in every `TaskNorm` of a model; they learn, those of other tasks stand still.
+
+    Raises XkfacError for a task that the layers have no BN for.
+    """
+    for norm in task_norms_of(model):
+        norm.enter(task)
 
 
 def norm_state(model: nn.Module) -> dict[str, Tensor]:

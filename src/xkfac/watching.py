@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,17 +34,11 @@ class Watch:
                 before, after = _evaluation()
                 self._handles += [norm.register_forward_pre_hook(before), norm.register_forward_hook(after)]
         elif method.interpretation != "eval":
-            for one in bound.values():
-                if one.norm is not None:
-                    self._handles.append(self._tapped(one))
-
-    def _tapped(self, one: BoundUnit) -> Any:
-        if isinstance(one.norm, nn.SyncBatchNorm):
-            raise XkfacError(
-                f"'{one.unit.norm}' is a SyncBatchNorm, whose statistics one process cannot read; learn with BatchNorm "
-                "layers in each process, or with interpretation='eval'"
-            )
-        return Tap(one, self._method.interpretation, self._branch).put_on(self._note(one.unit.name))
+            normed = [one for one in bound.values() if one.norm is not None]
+            _check_readable(normed)
+            for one in normed:
+                tap = Tap(one, method.interpretation, branch)
+                self._handles.append(tap.put_on(self._note(one.unit.name)))
 
     def _note(self, name: str) -> Callable[[Reading], None]:
         """Return a function that takes in a reading of a unit's BN."""
@@ -93,6 +87,16 @@ class Watch:
             handle.remove()
         self._handles = []
         self.readings.clear()
+
+
+def _check_readable(normed: Sequence[BoundUnit]) -> None:
+    """Refuse BN whose statistics span processes, before any hook is on."""
+    for one in normed:
+        if isinstance(one.norm, nn.SyncBatchNorm):
+            raise XkfacError(
+                f"'{one.unit.norm}' is a SyncBatchNorm, whose statistics one process cannot read; learn with BatchNorm "
+                "layers in each process, or with interpretation='eval'"
+            )
 
 
 def _evaluation() -> tuple[Callable[..., None], Callable[..., None]]:

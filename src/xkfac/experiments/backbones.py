@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from xkfac.experiments.data import stream
 from xkfac.experiments.library import BackboneError, classifier_path, library_model, near
-from xkfac.tasknorms import give_task_norms, task_norms_of
+from xkfac.tasknorms import enter_task, give_task_norms, task_norms_of
 
 Stem = Literal["standard", "small"]
 
@@ -81,8 +81,7 @@ class ManyHeaded(nn.Module):
         self.requires_grad_(True)
         self.heads.requires_grad_(False)
         head.requires_grad_(True)
-        for norm in task_norms_of(self.trunk):
-            norm.enter(task)
+        enter_task(self.trunk, task)
         for parameter in self.heads.parameters():
             # An optimizer applies weight decay and momentum wherever there is a gradient, be it an old one.
             parameter.grad = parameter.grad if parameter.requires_grad else None
