@@ -177,8 +177,10 @@ class _Normalised(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Any, tap: Tap
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        output, mean, inverse = torch.native_batch_norm(
-            input, weight, bias, norm.running_mean, norm.running_var, True, norm.momentum, norm.eps
+        # As `torch.batch_norm` chooses between its own kernels and cuDNN's, which read the activations once.
+        given = input, weight, bias, norm.running_mean, norm.running_var
+        output, mean, inverse, *_ = torch._batch_norm_impl_index(
+            *given, True, norm.momentum, norm.eps, torch.backends.cudnn.enabled
         )
         ctx.save_for_backward(input, weight, mean, inverse)
         ctx.tap, ctx.eps = tap, norm.eps
