@@ -43,7 +43,7 @@ from xkfac.experiments.images import Pictures, load_pictures
 from xkfac.experiments.weights import load_source
 from xkfac.merging import bind
 from xkfac.passes import norms_of
-from xkfac.tasknorms import with_norm_state
+from xkfac.tasklayers import with_norm_state
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "K-FAC": {"method": "kfac"},

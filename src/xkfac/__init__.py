@@ -13,7 +13,14 @@ from xkfac.merging import recentre
 from xkfac.methods import METHODS, Method
 from xkfac.penalty import Penalty
 from xkfac.renorm import BatchRenorm1d, BatchRenorm2d, BatchRenorm3d, to_batchnorm, to_renorm
-from xkfac.tasknorms import TaskNorm, enter_task, give_task_norms, load_norm_state, norm_state
+from xkfac.tasklayers import (
+    TaskLayer,
+    enter_task,
+    give_task_layers,
+    give_task_norms,
+    load_norm_state,
+    norm_state,
+)
 from xkfac.units import Coverage, Unit, find_units
 
 __version__ = "0.1.0"
@@ -40,7 +47,7 @@ __all__ = [
     "NotFiniteError",
     "Penalty",
     "Settings",
-    "TaskNorm",
+    "TaskLayer",
     "Unit",
     "UnitError",
     "XkfacError",
@@ -49,6 +56,7 @@ __all__ = [
     "enter_task",
     "estimate",
     "find_units",
+    "give_task_layers",
     "give_task_norms",
     "load_norm_state",
     "norm_state",

@@ -30,7 +30,7 @@ from xkfac.memory import Memory
 from xkfac.merging import bind
 from xkfac.passes import Progress, batches, device_of, full_precision, norms_of, untouched, unwrap
 from xkfac.penalty import Penalty
-from xkfac.tasknorms import norm_state, with_norm_state
+from xkfac.tasklayers import norm_state, with_norm_state
 
 POINTS = 4  # of a path: its end, its half, its quarter, ...
 HALVINGS = 8  # of the learning rate, where steps are too long for the curvature

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import glob
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +21,8 @@ from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, as
 from xkfac.likelihood import LIKELIHOODS, Likelihood, get_likelihood
 from xkfac.merging import anchor_of, bind
 from xkfac.methods import Method, get_method
-from xkfac.passes import Progress, device_of, full_precision, norms_of, unwrap
+from xkfac.passes import Progress, device_of, full_precision, unwrap
+from xkfac.tasklayers import own_patterns
 from xkfac.tracing import Convolution
 from xkfac.units import Coverage, Row, Unit, as_patterns
 
@@ -394,6 +394,5 @@ def estimate_for(method: Method, model: nn.Module, loader: Iterable[Any], **opti
         rows = tuple(Row(name, "-", "unprotected", parameter.numel()) for name, parameter in named)
         return Estimate(Curvature({}), Coverage((), rows), 0)
     if method.own_bn:
-        norms = norms_of(unwrap(model))
-        options["exclude"] = (*as_patterns(options.get("exclude") or ()), *map(glob.escape, norms))
+        options["exclude"] = (*as_patterns(options.get("exclude") or ()), *own_patterns(unwrap(model)))
     return estimate(model, loader, **asdict(method.settings), merge=method.merge, units=method.units, **options)

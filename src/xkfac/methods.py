@@ -22,7 +22,7 @@ class Method:
     interpretation: how merged weights are read in training. recentre: whether BN is re-centred at a task's start.
     fixed_bn: gamma, beta and the statistics of every BN stay as they are, and BN runs in evaluation mode.
     own_bn: every task has BN layers of its own (`norm_state`), so that the layers in front of them are units alone, and
-    BN is free.
+    BN is free, as is every other `TaskLayer`.
     """
 
     name: str

@@ -127,6 +127,7 @@ interpretation = "eval"
 head_epochs = 1
 [lines.own-bn]
 method = "own-bn"
+own = ["conv1", "layer1*"]
 calibrated = true
 batches = 0
 steady = true

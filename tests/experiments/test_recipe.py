@@ -35,7 +35,10 @@ def test_every_default_is_that_of_the_class_and_the_label_is_the_name():
     assert made.figures == {"accuracy": Figure("Average accuracy", lines=("one",))}
 
 
-@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Line) if field.name != "head_epochs"])
+FOR_IMAGES = ("head_epochs", "own")
+
+
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Line) if field.name not in FOR_IMAGES])
 def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
     wrong = '"text"' if key in ("curvature", "widths", "at") else "[{ a = 1 }]"
     method = {"at": f'method = "{JOINT}"\n', "balance_every": "balance = true\n"}.get(key, "")
@@ -47,6 +50,7 @@ def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
     ("text", "parts"),
     [
         ("epoch = 3", ["lines.one", "'epoch'", "did you mean 'epochs'?"]),
+        ('own = ["conv1"]', ["lines.one", "'own' has no effect on method 'xkfac', whose tasks share all layers"]),
         ("head_epochs = 1", ["lines.one", "'head_epochs' has no effect on tasks that share one head"]),
         ('norm = "batch"', ["lines.one: norm", "bn, brn, none"]),
         ('norm = "BN"', ["norm is 'BN'"]),

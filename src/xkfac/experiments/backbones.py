@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from xkfac.experiments.data import stream
 from xkfac.experiments.library import BackboneError, classifier_path, library_model, near
-from xkfac.tasknorms import enter_task, give_task_norms, task_norms_of
+from xkfac.tasklayers import enter_task, give_task_layers, give_task_norms, task_layers_of
 
 Stem = Literal["standard", "small"]
 
@@ -100,11 +100,15 @@ class ManyHeaded(nn.Module):
 
     def _use(self, task: str) -> None:
         self.active = task
-        for norm in task_norms_of(self.trunk):
-            norm.active = task
+        for layer in task_layers_of(self.trunk).values():
+            layer.active = task
 
-    def give_norms(self) -> None:
-        """Give each task BN layers of its own, copies of those that there are."""
+    def give_layers(self, own: Iterable[str] = ()) -> None:
+        """Give each task BN of its own, and those layers of the trunk that patterns name, as copies of what is there.
+
+        Raises XkfacError for a pattern that matches nothing.
+        """
+        give_task_layers(self.trunk, self.heads, own)
         give_task_norms(self.trunk, self.heads)
         self.enter(self.active)
 

@@ -143,7 +143,7 @@ class PictureCourse:
     """Tasks of pictures for a network with one head a task; it knows the first of them.
 
     source: the network as it knows the first task, a fresh one each time. parts: by task, of those that are needed.
-    own_bn: each task has BN layers of its own.
+    own_bn: each task has BN layers of its own; own: and these layers of the trunk, by patterns.
     """
 
     tasks: Sequence[str]
@@ -152,6 +152,7 @@ class PictureCourse:
     augmentations: dict[str, Augmentation]
     place: torch.device
     own_bn: bool = False
+    own: tuple[str, ...] = ()
 
     given = 1
     exclude = ("heads.*",)
@@ -165,7 +166,7 @@ class PictureCourse:
         """Return a copy of the source network."""
         network = copy.deepcopy(self.source).to(self.place)
         if self.own_bn:
-            network.give_norms()
+            network.give_layers(self.own)
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return network
 

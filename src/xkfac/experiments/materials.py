@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -124,8 +125,10 @@ class PictureMaterials:
     classes: Mapping[str, int]
 
     def check(self) -> None:
-        """Try what every job will need: the weights of the source network must fit the model and the data."""
-        self._network(self.recipe.seed)
+        """Try what every job will need: weights that fit the model and the data, and the layers that tasks own."""
+        network = self._network(self.recipe.seed)
+        for own in {line.own for line in self.recipe.lines.values() if line.own}:
+            copy.deepcopy(network).give_layers(own)
 
     def _network(self, seed: int) -> ManyHeaded:
         images = self.recipe.images
@@ -165,7 +168,7 @@ class PictureMaterials:
         }
         own_bn = line.resolved_method().own_bn
         return PictureCourse(
-            self.recipe.order(seed), self._network(seed), self.parts, augmentations, self.place, own_bn
+            self.recipe.order(seed), self._network(seed), self.parts, augmentations, self.place, own_bn, line.own
         )
 
 

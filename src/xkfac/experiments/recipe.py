@@ -107,6 +107,7 @@ class Line:
     average: the epochs at the end whose weights are averaged, 0 for the last weights alone.
     method: one of `xkfac.METHODS`; or `joint`, which trains on all tasks at once, for each number of tasks in `at`; or
     `single`, which trains a network of its own for each task.
+    own: layers that each task has of its own, by patterns of their paths, where `method` leaves BN to each task.
     interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
     damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
     held-out examples of the first task found. steady: take no learning rate above half of what is stable along the
@@ -141,6 +142,7 @@ class Line:
     label_smoothing: float = 0.0
     method: str = "xkfac"
     at: tuple[int, ...] = ()
+    own: tuple[str, ...] = ()
     interpretation: str | None = None
     recentre: bool | None = None
     fixed_bn: bool = False
@@ -282,6 +284,8 @@ def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, s
         useless |= dict.fromkeys(_READING, "a line whose fixed_bn keeps BN as it is")
     if chosen.fixed_bn:
         useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which keeps BN as it is")
+    if not chosen.own_bn:
+        useless["own"] = f"method '{method}', whose tasks share all layers"
     if chosen.own_bn:
         useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which leaves BN to each task")
     if not chosen.penalised:

@@ -10,7 +10,7 @@ from torch import nn
 import xkfac
 from xkfac.calibrating import _path, _ProxyTask, _Source, _Way
 from xkfac.errors import MismatchError, XkfacError
-from xkfac.tasknorms import TaskNorm, task_norms_of, with_norm_state
+from xkfac.tasklayers import TaskLayer, task_layers_of, with_norm_state
 
 
 class Net(nn.Module):
@@ -174,7 +174,7 @@ def test_a_memory_goes_on_over_tasks_and_through_a_file(net, tmp_path):
 def test_task_norms_hold_one_bn_a_task_and_the_active_one_alone_learns(net):
     x, before = data()[0][0], net(data()[0][0]).detach()
     xkfac.give_task_norms(net, ["old", "new"])
-    layers = task_norms_of(net)
+    layers = list(task_layers_of(net).values())
     assert len(layers) == 3
     assert torch.equal(net(x), before)
     xkfac.enter_task(net, "new")
@@ -190,6 +190,56 @@ def test_task_norms_hold_one_bn_a_task_and_the_active_one_alone_learns(net):
     assert not torch.equal(net(x), before)  # the layers' weights have moved
 
 
+class Deep(Net):
+    """The same network, its first layers in a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
+
+    def forward(self, x):
+        return super().forward(self.block(x))
+
+
+def test_layers_of_a_task_are_free_and_the_past_has_them_back_as_they_were():
+    torch.manual_seed(0)
+    net = trained(Deep(), data())
+    x, before = data()[0][0], net(data()[0][0]).detach()
+    xkfac.give_task_layers(net, ["old", "new"], ["blo*", "block.0", "second"])
+    xkfac.give_task_norms(net, ["old", "new"])
+    assert set(task_layers_of(net)) == {"block", "second", "norm", "again", "last"}  # none inside another
+    assert torch.equal(net(x), before)
+    xkfac.enter_task(net, "old")
+    memory = xkfac.consolidate(net, data(), "own-bn", exclude=["head"])
+    assert {unit.name for unit in memory.units} == {"first", "third"}
+    xkfac.enter_task(net, "new")
+    net.head.requires_grad_(False)
+    with xkfac.Learner(net, memory, strength=1e6) as learner:
+        learner.begin()
+        for parameter in learner.protected:  # stand still, as under a penalty without end
+            parameter.requires_grad_(False)
+        trained(net, data(seed=1, shift=2.0), 20, learner)
+        extended = learner.finish(data(seed=1, shift=2.0))
+    assert {unit.name for unit in extended.units} == {"first", "third"}
+    for name in ("block", "second"):
+        layers = task_layers_of(net)[name].of
+        pairs = zip(layers["old"].parameters(), layers["new"].parameters(), strict=True)
+        assert all(not torch.equal(old, new) for old, new in pairs)
+    assert not torch.equal(net(x), before)
+    xkfac.enter_task(net, "old")
+    assert torch.equal(net(x), before)
+
+
+def test_a_layer_that_is_not_there_is_refused_and_nothing_is_changed(net):
+    with pytest.raises(
+        XkfacError, match=r"^no layer with parameters matches 'fisrt'; those on top are first, norm, sec"
+    ):
+        xkfac.give_task_layers(net, ["old", "new"], ["second", "fisrt"])
+    with pytest.raises(XkfacError, match="needs the name of at least one task"):
+        xkfac.give_task_layers(net, [], ["first", "second"])
+    assert not task_layers_of(net)
+
+
 def test_what_does_not_fit_is_refused_and_nothing_is_changed(net):
     state, before = xkfac.norm_state(net), xkfac.norm_state(net)
     with pytest.raises(MismatchError, match=r"^'again\.bias' of a BN is not alike in the network and in the norm stat"):
@@ -198,9 +248,9 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(net):
         xkfac.load_norm_state(net, {key: tensor for key, tensor in state.items() if key != "norm.weight"})
     assert all(torch.equal(before[key], tensor) for key, tensor in xkfac.norm_state(net).items())
     with pytest.raises(XkfacError, match="needs the name of at least one task"):
-        TaskNorm(nn.BatchNorm1d(3), [])
+        TaskLayer(nn.BatchNorm1d(3), [])
     xkfac.give_task_norms(net, ["old", "new"])
-    with pytest.raises(XkfacError, match=r"^there is no BN for task 'nwe'; name one of old, new$"):
+    with pytest.raises(XkfacError, match=r"^there is no layer for task 'nwe'; name one of old, new$"):
         xkfac.enter_task(net, "nwe")
     net = Net()
     for changes in ({"fixed_bn": True}, {"recentre": True}, {"interpretation": "brn"}):
