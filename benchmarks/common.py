@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import xkfac
 from xkfac.experiments.provenance import provenance as of_process
@@ -94,3 +98,35 @@ def keep(output: Path, record: dict[str, Any], results: Any, table: str) -> None
     (output / "results.json").write_text(json.dumps({**record, "results": results}, indent=1))
     (output / "table.md").write_text(table + "\n")
     print(table)
+
+
+def operations_of(run: Callable[[], object]) -> float:
+    """Return the GFLOP of matrix products and convolutions of a run."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # products with a dtype of their own are unknown to the counter
+    with FlopCounterMode(display=False) as counter:
+        run()
+    torch.set_float32_matmul_precision(precision)
+    return counter.get_total_flops() / 1e9
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operations read and write, as if none of it stayed in a cache; views are free."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not func.is_view and func is not torch.ops.aten.detach.default:
+            for tensor in tree_leaves((args, kwargs, result)):
+                if isinstance(tensor, Tensor):
+                    self.total += tensor.numel() * tensor.element_size()
+        return result
+
+
+def bytes_of(run: Callable[[], object]) -> float:
+    """Return how many GB a run reads and writes."""
+    with Traffic() as traffic:
+        run()
+    return traffic.total / 1e9

@@ -19,12 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import keep, provenance
+from common import bytes_of, keep, operations_of, provenance
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 import xkfac
 from xkfac.experiments.backbones import make_backbone
@@ -102,37 +99,6 @@ def peak_of(run: Callable[[], None]) -> float:
     run()
     torch.cuda.synchronize()
     return float(torch.cuda.max_memory_allocated() - before) / GIB
-
-
-def operations_of(run: Callable[[], None]) -> float:
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")  # products with a dtype of their own are unknown to the counter
-    with FlopCounterMode(display=False) as counter:
-        run()
-    torch.set_float32_matmul_precision(precision)
-    return counter.get_total_flops() / 1e9
-
-
-class Traffic(TorchDispatchMode):
-    """Counts the bytes that operations read and write, as if none of it stayed in a cache; views are free."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not func.is_view and func is not torch.ops.aten.detach.default:
-            for tensor in tree_leaves((args, kwargs, result)):
-                if isinstance(tensor, Tensor):
-                    self.total += tensor.numel() * tensor.element_size()
-        return result
-
-
-def bytes_of(run: Callable[[], None]) -> float:
-    """Return how many GB a run reads and writes."""
-    with Traffic() as traffic:
-        run()
-    return traffic.total / 1e9
 
 
 def main() -> None:

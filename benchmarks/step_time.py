@@ -4,6 +4,8 @@
 
 Weights and pictures are made up, since times do not depend on them. All steps are of one process and take turns, a
 round of some steps each; the median over rounds counts, as a ratio to the plain step. On the CPU nothing is captured.
+Operations are those of matrix products and convolutions in one step; bytes are those that operations read and write, as
+if no cache held any.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import keep, provenance
+from common import bytes_of, keep, operations_of, provenance
 
 import xkfac
 from xkfac.experiments.augmentation import Augmentation
@@ -90,12 +92,21 @@ def main() -> None:
             each.epoch(order, 1e-4)
             if turn:  # the first captures the graph
                 seconds[name].append((time.perf_counter() - start) / len(order))
+    index = order[0].to(options.device)
+    costs = {
+        name: {
+            "gflop": operations_of(lambda each=each: each._step(index)),
+            "gb": bytes_of(lambda each=each: each._step(index)),
+        }
+        for name, each in steppers.items()
+    }
     plain = statistics.median(seconds["plain"])
-    lines = ["| step | milliseconds | ratio to plain |", "|---|---|---|"]
+    lines = ["| step | ms | ratio to plain | GFLOP of products | GB moved |", "|---|---|---|---|---|"]
     for name, values in seconds.items():
-        middle = statistics.median(values)
-        lines.append(f"| {name} | {1000 * middle:.3f} | {middle / plain:.2f} |")
-    keep(options.output, record, seconds, "\n".join(lines))
+        middle, cost = statistics.median(values), costs[name]
+        numbers = f"{1000 * middle:.3f} | {middle / plain:.2f} | {cost['gflop']:.1f} | {cost['gb']:.1f}"
+        lines.append(f"| {name} | {numbers} |")
+    keep(options.output, record, {"seconds": seconds, "costs": costs}, "\n".join(lines))
 
 
 if __name__ == "__main__":
