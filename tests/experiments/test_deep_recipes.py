@@ -115,6 +115,7 @@ WRONG = [
     (nothing, ["lines.calibrated.batches=1"], ["lines.calibrated: a calibration needs two batches"]),
     (nothing, ["images.validation=0.0"], ["lines.calibrated: consolidate needs a validation split"]),
     (nothing, ["tasks.birds.scale=[0.5, 0.1]"], ["tasks.birds: scale must be two growing numbers"]),
+    (nothing, ['lines.own-bn.own=["conv1", "layr1"]'], ["lines.own-bn: no layer with parameters matches 'layr1'"]),
     (nothing, ["images.stem=small"], ["was trained with the stem 'standard'"]),
 ]
 
@@ -144,7 +145,7 @@ def test_a_wrong_model_and_wrong_weights_are_found_before_images_are_decoded(xkf
     seen = small.decodings(monkeypatch)
     recipe = tmp_path / "pictures.toml"
     recipe.write_text(small.TEXT)
-    for setting in ("images.model=resnet51", "images.weights=none.safetensors"):
+    for setting in ("images.model=resnet51", "images.weights=none.safetensors", 'lines.own-bn.own=["layr1"]'):
         assert xkfac("run", recipe, "-o", tmp_path / "run", "--data", data, "-s", setting)[0] == 2
     assert seen == []
 

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from xkfac.errors import XkfacError
 from xkfac.experiments.augmentation import Augmentation
 from xkfac.experiments.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.courses import Course, Permuted, PictureCourse
@@ -127,8 +128,12 @@ class PictureMaterials:
     def check(self) -> None:
         """Try what every job will need: weights that fit the model and the data, and the layers that tasks own."""
         network = self._network(self.recipe.seed)
-        for own in {line.own for line in self.recipe.lines.values() if line.own}:
-            copy.deepcopy(network).give_layers(own)
+        for name, line in self.recipe.lines.items():
+            try:
+                if line.own:
+                    copy.deepcopy(network).give_layers(line.own)
+            except XkfacError as error:
+                raise DataError(f"lines.{name}: {error}") from None
 
     def _network(self, seed: int) -> ManyHeaded:
         images = self.recipe.images
