@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from adapters import PEERS, Moved, Peer
+from adapters import PEERS
+from interface import Moved, Peer
 from nets import Batches, Case
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapters import PEERS, AbsentError, Peer
+from adapters import PEERS
+from interface import AbsentError, Peer
 from nets import Batches, Case, build, perceptron
 from torch.nn import functional as F
 
