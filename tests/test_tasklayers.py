@@ -209,12 +209,16 @@ def test_layers_of_a_task_are_free_and_the_past_has_them_back_as_they_were():
     xkfac.give_task_norms(net, ["old", "new"])
     assert set(task_layers_of(net)) == {"block", "second", "norm", "again", "last"}  # none inside another
     assert torch.equal(net(x), before)
+    with pytest.raises(
+        XkfacError, match=r"^no shared layer with parameters matches 'block\*'; those on top are first, thi"
+    ):
+        xkfac.give_task_layers(net, ["old", "new"], ["block*"])  # the tasks have it
     xkfac.enter_task(net, "old")
     memory = xkfac.consolidate(net, data(), "own-bn", exclude=["head"])
     assert {unit.name for unit in memory.units} == {"first", "third"}
     xkfac.enter_task(net, "new")
     net.head.requires_grad_(False)
-    with xkfac.Learner(net, memory, strength=1e6) as learner:
+    with xkfac.Learner(net, memory) as learner:
         learner.begin()
         for parameter in learner.protected:  # stand still, as under a penalty without end
             parameter.requires_grad_(False)
@@ -232,7 +236,7 @@ def test_layers_of_a_task_are_free_and_the_past_has_them_back_as_they_were():
 
 def test_a_layer_that_is_not_there_is_refused_and_nothing_is_changed(net):
     with pytest.raises(
-        XkfacError, match=r"^no layer with parameters matches 'fisrt'; those on top are first, norm, sec"
+        XkfacError, match=r"^no shared layer with parameters matches 'fisrt'; those on top are first, norm, sec"
     ):
         xkfac.give_task_layers(net, ["old", "new"], ["second", "fisrt"])
     with pytest.raises(XkfacError, match="needs the name of at least one task"):

@@ -177,7 +177,7 @@ class _Normalised(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Any, tap: Tap
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        # As `torch.batch_norm` chooses between its own kernels and cuDNN's, which read the activations once.
+        # As `torch.batch_norm` chooses between its own two kernels and cuDNN's one, which takes less time.
         given = input, weight, bias, norm.running_mean, norm.running_var
         output, mean, inverse, *_ = torch._batch_norm_impl_index(
             *given, True, norm.momentum, norm.eps, torch.backends.cudnn.enabled

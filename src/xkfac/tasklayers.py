@@ -2,8 +2,7 @@
 
 Where it is known which task an input belongs to, its BN need not be shared. The layers' weights alone are common then,
 and protected; gamma, beta and the statistics of every BN are kept with a task's head, and are free for the next one.
-Other layers can go the same way, at the cost of a copy a task; small ones at the beginning of a network are where tasks
-get in each other's way most.
+Other layers can go the same way, at the cost of a copy a task.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import fnmatch
 import glob
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +48,9 @@ class TaskLayer(nn.Module):
             parameter.grad = parameter.grad if parameter.requires_grad else None
         self.active = task
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what the layer of the active task makes of an input."""
-        result: Tensor = self.of[self.active](x)
-        return result
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Return what the layer of the active task makes of its inputs."""
+        return self.of[self.active](*inputs, **keywords)
 
 
 def task_layers_of(model: nn.Module) -> dict[str, TaskLayer]:
@@ -66,28 +65,33 @@ def own_patterns(model: nn.Module) -> tuple[str, ...]:
 
 def give_task_norms(model: nn.Module, tasks: Iterable[str]) -> None:
     """Put a `TaskLayer` for these tasks in the place of every BN of a model that is in none yet."""
-    inside = tuple(f"{path}." for path in task_layers_of(model))
-    _give(model, [path for path in norms_of(model) if not path.startswith(inside)], tasks)
+    shared = _shared(model)
+    _give(model, [path for path in norms_of(model) if path in shared], tasks)
 
 
 def give_task_layers(model: nn.Module, tasks: Iterable[str], layers: Iterable[str]) -> None:
     """Put a `TaskLayer` for these tasks in the place of layers of a model, named by paths or patterns of them.
 
     A layer goes with all that is inside it. Raises XkfacError, before anything is changed, for a pattern that no layer
-    with parameters has.
+    with parameters has that is shared yet.
     """
-    modules = {
-        path: module for path, module in model.named_modules() if path and any(True for _ in module.parameters())
-    }
+    modules = [path for path, module in _shared(model).items() if path and any(True for _ in module.parameters())]
     chosen: set[str] = set()
     for pattern in layers:
         hits = {path for path in modules if fnmatch.fnmatchcase(path, pattern)}
         if not hits:
             first = ", ".join(path for path in modules if "." not in path)
-            raise XkfacError(f"no layer with parameters matches '{pattern}'; those on top are {first}")
+            raise XkfacError(f"no shared layer with parameters matches '{pattern}'; those on top are {first}")
         chosen |= hits
     outer = [path for path in modules if path in chosen and not any(path.startswith(f"{other}.") for other in chosen)]
     _give(model, outer, tasks)
+
+
+def _shared(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by their path, but for every `TaskLayer` and what is inside."""
+    own = tuple(task_layers_of(model))
+    inside = tuple(f"{path}." for path in own)
+    return {p: module for p, module in model.named_modules() if p not in own and not p.startswith(inside)}
 
 
 def _give(model: nn.Module, paths: Iterable[str], tasks: Iterable[str]) -> None:

@@ -115,7 +115,11 @@ WRONG = [
     (nothing, ["lines.calibrated.batches=1"], ["lines.calibrated: a calibration needs two batches"]),
     (nothing, ["images.validation=0.0"], ["lines.calibrated: consolidate needs a validation split"]),
     (nothing, ["tasks.birds.scale=[0.5, 0.1]"], ["tasks.birds: scale must be two growing numbers"]),
-    (nothing, ['lines.own-bn.own=["conv1", "layr1"]'], ["lines.own-bn: no layer with parameters matches 'layr1'"]),
+    (
+        nothing,
+        ['lines.own-bn.own=["conv1", "layr1"]'],
+        ["lines.own-bn: no shared layer with parameters matches 'layr1'"],
+    ),
     (nothing, ["images.stem=small"], ["was trained with the stem 'standard'"]),
 ]
 

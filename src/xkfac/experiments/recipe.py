@@ -284,10 +284,10 @@ def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, s
         useless |= dict.fromkeys(_READING, "a line whose fixed_bn keeps BN as it is")
     if chosen.fixed_bn:
         useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which keeps BN as it is")
-    if not chosen.own_bn:
-        useless["own"] = f"method '{method}', whose tasks share all layers"
     if chosen.own_bn:
         useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which leaves BN to each task")
+    else:
+        useless["own"] = f"method '{method}', whose tasks share all layers"
     if not chosen.penalised:
         useless |= dict.fromkeys(_PENALISED_ONLY, f"method '{method}', which has no penalty")
     if method in UNPROTECTED:
