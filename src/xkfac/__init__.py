@@ -20,7 +20,9 @@ from xkfac.tasklayers import (
     give_task_norms,
     load_norm_state,
     norm_state,
+    using_task,
 )
+from xkfac.telling import TaskTeller
 from xkfac.units import Coverage, Unit, find_units
 
 __version__ = "0.1.0"
@@ -48,6 +50,7 @@ __all__ = [
     "Penalty",
     "Settings",
     "TaskLayer",
+    "TaskTeller",
     "Unit",
     "UnitError",
     "XkfacError",
@@ -63,4 +66,5 @@ __all__ = [
     "recentre",
     "to_batchnorm",
     "to_renorm",
+    "using_task",
 ]

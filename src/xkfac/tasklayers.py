@@ -39,14 +39,18 @@ class TaskLayer(nn.Module):
 
         Raises XkfacError for a task that it has no layer for.
         """
-        if task not in self.of:
-            raise XkfacError(f"there is no layer for task '{task}'; name one of {', '.join(self.of)}")
+        self.check(task)
         self.of.requires_grad_(False)
         self.of[task].requires_grad_(True)
         for parameter in self.of.parameters():
             # An optimizer applies weight decay and momentum wherever there is a gradient, be it an old one.
             parameter.grad = parameter.grad if parameter.requires_grad else None
         self.active = task
+
+    def check(self, task: str) -> None:
+        """Raise XkfacError for a task that it has no layer for."""
+        if task not in self.of:
+            raise XkfacError(f"there is no layer for task '{task}'; name one of {', '.join(self.of)}")
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Return what the layer of the active task makes of its inputs."""
@@ -108,6 +112,25 @@ def enter_task(model: nn.Module, task: str) -> None:
     """
     for layer in task_layers_of(model).values():
         layer.enter(task)
+
+
+@contextmanager
+def using_task(model: nn.Module, task: str) -> Iterator[None]:
+    """Use the layers of a task in every `TaskLayer` of a model for a while, to measure it; what learns stays as it is.
+
+    Raises XkfacError for a task that there are no layers for.
+    """
+    layers = task_layers_of(model).values()
+    for layer in layers:
+        layer.check(task)
+    before = [layer.active for layer in layers]
+    for layer in layers:
+        layer.active = task
+    try:
+        yield
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer.active = active
 
 
 def norm_state(model: nn.Module) -> dict[str, Tensor]:

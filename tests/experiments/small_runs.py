@@ -42,6 +42,9 @@ keep = "all"
 method = "ewc"
 [lines.fixed-bn]
 method = "fixed-bn"
+[lines.own-bn]
+method = "own-bn"
+own = ["6"]
 [lines.brn]
 norm = "brn"
 [lines.joint]

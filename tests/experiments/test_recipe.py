@@ -328,6 +328,14 @@ def test_texts_keep_every_character_that_toml_can_hold():
     assert parse(recipe.to_toml()) == recipe
 
 
-def test_bn_of_a_task_s_own_is_for_tasks_that_are_told_apart():
-    with pytest.raises(RecipeError, match=r"^lines\.a: method 'own-bn' is for images; permuted digits"):
-        parse('name = "x"\n[lines.a]\nmethod = "own-bn"\n')
+def test_what_tasks_own_in_a_perceptron_is_checked():
+    text = 'name = "x"\n[lines.a]\nmethod = "own-bn"\n'
+    assert parse(text).lines["a"].own == ()
+    assert parse(text + 'own = ["6"]\nhead_epochs = 2\n').lines["a"].head_epochs == 2
+    with pytest.raises(RecipeError, match=r"'head_epochs' has no effect on tasks that share one head"):
+        parse(text + "head_epochs = 2\n")
+    with pytest.raises(RecipeError, match=r"^lines\.a: a network without BN leaves nothing to each task; name layers"):
+        parse(text + 'norm = "none"\n')
+    assert parse(text + 'norm = "none"\nown = ["4"]\n').lines["a"].norm == "none"
+    with pytest.raises(RecipeError, match=r"'own' has no effect on method 'xkfac'"):
+        parse('name = "x"\n[lines.a]\nown = ["6"]\n')

@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from tests.experiments import small_runs as small
 from xkfac.experiments import courses as module
-from xkfac.experiments.data import Part, Parts, permutation
+from xkfac.experiments.data import DataError, Part, Parts, permutation
+from xkfac.experiments.materials import load_materials
 from xkfac.experiments.networks import perceptron
 from xkfac.experiments.recipe import Line
 
@@ -211,7 +212,7 @@ def test_initial_weights_are_fixed_by_the_seed_alone():
     assert not torch.equal(perceptron(64, 10, Line(widths=(8, 6)), 4)[0].weight, first["0.weight"])
 
 
-@pytest.mark.parametrize("name", ["xkfac", "average", "joint", "fixed-bn"])
+@pytest.mark.parametrize("name", ["xkfac", "average", "joint", "fixed-bn", "own-bn"])
 def test_test_data_has_no_part_in_any_choice(unbroken, tmp_path, name):
     parts = small.parts()
     garbage = torch.arange(len(parts.test)) * 7 % 10
@@ -223,7 +224,7 @@ def test_test_data_has_no_part_in_any_choice(unbroken, tmp_path, name):
     assert job.result().accuracy != clean.result().accuracy
 
 
-@pytest.mark.parametrize("name", ["xkfac", "ewc", "fixed-bn", "validation", "plain"])
+@pytest.mark.parametrize("name", ["xkfac", "ewc", "fixed-bn", "own-bn", "validation", "plain"])
 def test_the_examples_of_earlier_tasks_are_not_looked_at_again(unbroken, tmp_path, monkeypatch, name):
     real, pools, tasks = module.pool, [], []
 
@@ -244,6 +245,44 @@ def test_the_examples_of_earlier_tasks_are_not_looked_at_again(unbroken, tmp_pat
     assert set(tasks) == {0, 1, 2}
     assert pools[0].part.x.isnan().all()
     assert_equal(small.weights(job), small.weights(unbroken.job(name, 0)))
+
+
+def constant(course, answers):
+    """Return the network of a course whose tasks with heads of their own always answer these classes."""
+    model = course.network()
+    for task, answer in zip(course.tasks, answers, strict=True):
+        head = model[6].of[task]
+        torch.nn.init.zeros_(head.weight)
+        head.bias.data = torch.nn.functional.one_hot(torch.tensor(answer), 10).float()
+    return model
+
+
+def test_a_test_image_is_answered_by_the_layers_of_the_task_that_it_looks_like():
+    course = module.Permuted(dataclasses.replace(LINES["own-bn"], tasks=2), 0, small.parts())
+    model, test = constant(course, [3, 5]), small.parts().test
+    for task in range(2):
+        course.enter(model, task)
+    threes, fives = (100 * (test.y == digit).float().mean().item() for digit in (3, 5))
+    assert course.accuracy(model, 0, "test") == pytest.approx(threes, abs=1)
+    assert course.accuracy(model, 1, "test") == pytest.approx(fives, abs=1)
+    state = course.state_dict()
+    swapped = {f"{kind}/{name}": state[f"{kind}/{other}"] for kind in ("mean", "var") for name, other in _turns(course)}
+    course.load_state_dict(swapped)
+    assert course.accuracy(model, 0, "test") == pytest.approx(fives, abs=1)
+    held_out = small.parts().validation.y
+    assert course.accuracy(model, 0, "validation") == 100 * (held_out == 3).float().mean().item()  # of the task given
+    assert model[6].active == course.tasks[1]  # what is learnt is what was entered
+
+
+def _turns(course):
+    first, second = course.tasks
+    return (first, second), (second, first)
+
+
+def test_layers_that_a_perceptron_does_not_have_are_told_of_before_anything_runs():
+    made = small.recipe('lines.own-bn.own=["7"]')
+    with pytest.raises(DataError, match=r"^lines\.own-bn: no shared layer with parameters matches '7'"):
+        load_materials(made, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("lr", [1e4, 1e12, 1e25, 1e38])

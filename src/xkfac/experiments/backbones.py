@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from xkfac.experiments.data import stream
 from xkfac.experiments.library import BackboneError, classifier_path, library_model, near
-from xkfac.tasklayers import enter_task, give_task_layers, give_task_norms, task_layers_of
+from xkfac.tasklayers import enter_task, give_task_layers, give_task_norms, using_task
 
 Stem = Literal["standard", "small"]
 
@@ -92,16 +92,12 @@ class ManyHeaded(nn.Module):
         """Use the head of a task for a while, to measure it; what learns stays as it is."""
         self.head(task)
         before = self.active
-        self._use(task)
-        try:
-            yield
-        finally:
-            self._use(before)
-
-    def _use(self, task: str) -> None:
-        self.active = task
-        for layer in task_layers_of(self.trunk).values():
-            layer.active = task
+        with using_task(self.trunk, task):
+            self.active = task
+            try:
+                yield
+            finally:
+                self.active = before
 
     def give_layers(self, own: Iterable[str] = ()) -> None:
         """Give each task BN of its own, and those layers of the trunk that patterns name, as copies of what is there.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from xkfac.experiments.augmentation import Augmentation
 from xkfac.experiments.backbones import ManyHeaded
-from xkfac.experiments.data import Parts, permutation, stream
+from xkfac.experiments.data import Part, Parts, permutation, stream
 from xkfac.experiments.images import PictureParts, Pictures
 from xkfac.experiments.networks import perceptron
 from xkfac.experiments.recipe import Line
-from xkfac.experiments.training import Batch, Examples, Pool, accuracy, pool
+from xkfac.experiments.training import Batch, Examples, Pool, accuracy, count_right, pool
+from xkfac.tasklayers import enter_task, give_task_layers, give_task_norms, using_task
+from xkfac.telling import TaskTeller
 
 Which = Literal["validation", "test"]
 
@@ -55,10 +57,20 @@ class Course(Protocol):
     def accuracy(self, model: nn.Module, task: int, part: Which) -> float:
         """Return the percentage of a part of a task that the network gets right."""
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what it knows of tasks that were met, beside the network."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take what a `state_dict` has."""
+
 
 @dataclass
 class Permuted:
-    """Permutations of the pixels of one data set, for the perceptron of a line."""
+    """Permutations of the pixels of one data set, for the perceptron of a line.
+
+    Where tasks have layers of their own, no image of a test comes with its task: each is told apart by itself, among
+    the tasks that were met so far, by what is known of their training images.
+    """
 
     line: Line
     seed: int
@@ -72,6 +84,8 @@ class Permuted:
         self.tasks = [f"permutation {task}" for task in range(self.line.tasks)]
         self._classes = int(self.parts.train.y.max()) + 1
         self._permutations = [permutation(features, self.seed, task) for task in range(self.line.tasks)]
+        self._own_bn = self.line.resolved_method().own_bn
+        self._teller = TaskTeller()
 
     @property
     def device(self) -> torch.device:
@@ -81,10 +95,21 @@ class Permuted:
     def network(self) -> nn.Module:
         """Return the perceptron with its initial weights."""
         features = self.parts.train.x.shape[1]
-        return perceptron(features, self._classes, self.line, self.seed).to(self.device)
+        network = perceptron(features, self._classes, self.line, self.seed)
+        if self._own_bn:
+            give_task_layers(network, self.tasks, self.line.own)
+            give_task_norms(network, self.tasks)
+            enter_task(network, self.tasks[0])
+        return network.to(self.device)
 
     def enter(self, model: nn.Module, task: int) -> None:
-        """Do nothing: all tasks share one head."""
+        """Use the layers of a task, where it has its own, and get to know its inputs."""
+        if not self._own_bn:
+            return
+        name = self.tasks[task]
+        enter_task(model, name)
+        if name not in self._teller.tasks:
+            self._teller.learn(name, self.fixed(task, "train").chunks())
 
     def train(self, tasks: range) -> Pool:
         """Return the training examples under the permutations of some tasks."""
@@ -97,7 +122,30 @@ class Permuted:
     def accuracy(self, model: nn.Module, task: int, part: Which) -> float:
         """Return the percentage that the network gets right; 0 where there are no examples."""
         chosen = self.parts.test if part == "test" else self.parts.validation
-        return accuracy(model, chosen, self._permutations[task]) if len(chosen) else 0.0
+        if len(chosen) == 0:
+            return 0.0
+        columns = self._permutations[task]
+        if not self._teller.tasks:
+            return accuracy(model, chosen, columns)
+        if part == "validation":  # of the task that is learnt, for choices on it
+            with using_task(model, self.tasks[task]):
+                return accuracy(model, chosen, columns)
+        x = chosen.x.index_select(1, columns.to(self.device))
+        told = self._teller.scores(x).argmax(1)
+        right = 0
+        for index in sorted(set(told.tolist())):
+            mine = told == index
+            with using_task(model, self._teller.tasks[index]):
+                right += count_right(model, Part(x[mine], chosen.y[mine]))
+        return 100 * right / len(chosen)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what tasks that were met are told apart by."""
+        return self._teller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take what a `state_dict` has."""
+        self._teller.load_state_dict(state)
 
 
 @dataclass(eq=False)
@@ -204,3 +252,10 @@ class PictureCourse:
             for x, y in PicturePool(pictures, augmentation, False).chunks():
                 right += (model(x).argmax(1) == y).sum()
         return 100 * right.item() / len(pictures)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return nothing: all that is known of tasks is in the network."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Do nothing."""

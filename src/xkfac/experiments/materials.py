@@ -61,7 +61,9 @@ def load_materials(
         loaded = load(data.set, folder, validation=data.validation, train=data.train or None, download=download)
         if data.measure == "validation":
             loaded = replace(loaded, test=loaded.validation)
-        return PermutedMaterials(loaded.to(place))
+        permuted = PermutedMaterials(loaded.to(place))
+        permuted.check(recipe)
+        return permuted
     images, where = recipe.images, Path(folder).expanduser() if folder else None
     asked = [name for name in recipe.tasks if tasks is None or name in tasks]
     trees = {name: Tree.read(find_tree(recipe.tasks[name].tree, where)) for name in asked}
@@ -105,6 +107,15 @@ class PermutedMaterials:
 
     def __post_init__(self) -> None:
         self.classes: Mapping[str, int] = {}
+
+    def check(self, recipe: Recipe) -> None:
+        """Try what every job will need: the layers that tasks own."""
+        for name, line in recipe.lines.items():
+            try:
+                if line.own:
+                    Permuted(line, recipe.seed, self.parts).network()
+            except XkfacError as error:
+                raise DataError(f"lines.{name}: {error}") from None
 
     def course(self, line: Line, seed: int) -> Permuted:
         """Return the permutations and the perceptron of a job."""

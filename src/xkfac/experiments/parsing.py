@@ -146,8 +146,6 @@ def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mappi
         )
     if method == JOINT and tasks is not None:
         raise RecipeError(f"{where}: method '{JOINT}' is for permuted digits; for images use '{SINGLE}' as the ceiling")
-    if tasks is None and method in METHODS and METHODS[method].own_bn:
-        raise RecipeError(f"{where}: method '{method}' is for images; permuted digits are not told apart by their task")
     useless = without_effect({**defaults, **own}, tasks is not None)
     for key, why in useless.items():
         if key in own:
@@ -163,6 +161,8 @@ def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mappi
         line.resolved_method()
     except XkfacError as error:
         raise RecipeError(f"{where}: {error}") from None
+    if line.resolved_method().own_bn and tasks is None and line.norm == "none" and not line.own:
+        raise RecipeError(f"{where}: a network without BN leaves nothing to each task; name layers in 'own'")
     _check_grid(line, where)
     _check_numbers(line, where)
     return line

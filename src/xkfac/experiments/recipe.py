@@ -270,7 +270,7 @@ def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, s
     useless = {} if method == JOINT else {"at": f"method '{method}', only on '{JOINT}'"}
     if images:
         useless |= dict.fromkeys(_PERCEPTRON_ONLY, "a network for images, which [images] names")
-    else:
+    elif not line.get("own"):
         useless["head_epochs"] = "tasks that share one head"
     if not images and line.get("norm") == "none":
         useless |= dict.fromkeys(("fixed_bn", *_READING), "a network without BN")

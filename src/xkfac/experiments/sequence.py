@@ -361,14 +361,16 @@ class Sequence:
         tensors |= carried
         tensors |= {f"best/{name}": tensor for name, tensor in self._best.items()}
         tensors |= {f"start/{name}": tensor for name, tensor in self._start.items()}
+        tensors |= {f"course/{name}": tensor for name, tensor in self.course.state_dict().items()}
         self.folder.save(state, tensors)
         self._saved = time.monotonic()
 
     def _load(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Take a checkpoint up; return what a training in progress goes on with."""
         tensors = {key: tensor.to(self._device) for key, tensor in tensors.items()}
-        named = _by_kind(tensors, "model", "best", "start")
+        named = _by_kind(tensors, "model", "best", "start", "course")
         self.model.load_state_dict(named["model"])
+        self.course.load_state_dict(named["course"])
         self._best, self._start = named["best"], named["start"]
         self._memory_file = state["memory"]
         if self._memory_file is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -88,6 +88,14 @@ class Alone:
         """Return the percentage of the validation part of the task that the network gets right."""
         self._check((task,), part)
         return self.course.accuracy(model, task, part)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the course knows of tasks beside the network."""
+        return self.course.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take what a `state_dict` has."""
+        self.course.load_state_dict(state)
 
     def _check(self, tasks: Iterable[int], part: str = "") -> None:
         if list(tasks) != [self.task] or part == "test":
