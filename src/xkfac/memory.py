@@ -393,6 +393,6 @@ def estimate_for(method: Method, model: nn.Module, loader: Iterable[Any], **opti
         named = unwrap(model).named_parameters()
         rows = tuple(Row(name, "-", "unprotected", parameter.numel()) for name, parameter in named)
         return Estimate(Curvature({}), Coverage((), rows), 0)
-    if method.own_bn:
-        options["exclude"] = (*as_patterns(options.get("exclude") or ()), *own_patterns(unwrap(model)))
+    own = own_patterns(unwrap(model), norms=method.own_bn)
+    options["exclude"] = (*as_patterns(options.get("exclude") or ()), *own)
     return estimate(model, loader, **asdict(method.settings), merge=method.merge, units=method.units, **options)

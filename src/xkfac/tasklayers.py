@@ -1,8 +1,8 @@
 """Layers that a task has of its own, as it has a head: for tasks that are told apart when the network is used.
 
-Where it is known which task an input belongs to, its BN need not be shared. The layers' weights alone are common then,
-and protected; gamma, beta and the statistics of every BN are kept with a task's head, and are free for the next one.
-Other layers can go the same way, at the cost of a copy a task.
+Where it is known which task an input belongs to, or can be told (`xkfac.telling`), its BN need not be shared. The
+layers' weights alone are common then, and protected; gamma, beta and the statistics of every BN are kept with a task's
+head, and are free for the next one. Other layers can go the same way, at the cost of a copy a task, with BN or without.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def task_layers_of(model: nn.Module) -> dict[str, TaskLayer]:
     return {path: module for path, module in model.named_modules() if isinstance(module, TaskLayer)}
 
 
-def own_patterns(model: nn.Module) -> tuple[str, ...]:
-    """Return patterns of what tasks have of their own in a model, its BN and every `TaskLayer`, as `exclude` takes."""
-    return tuple(glob.escape(path) for path in (*norms_of(model), *task_layers_of(model)))
+def own_patterns(model: nn.Module, *, norms: bool) -> tuple[str, ...]:
+    """Return patterns of what tasks have of their own in a model, every `TaskLayer` and its `norms`, for `exclude`."""
+    return tuple(glob.escape(path) for path in (*(norms_of(model) if norms else ()), *task_layers_of(model)))
 
 
 def give_task_norms(model: nn.Module, tasks: Iterable[str]) -> None:

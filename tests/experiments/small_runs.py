@@ -45,6 +45,8 @@ method = "fixed-bn"
 [lines.own-bn]
 method = "own-bn"
 own = ["6"]
+[lines.own-layers]
+own = ["0", "6"]
 [lines.brn]
 norm = "brn"
 [lines.joint]

@@ -50,7 +50,7 @@ def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
     ("text", "parts"),
     [
         ("epoch = 3", ["lines.one", "'epoch'", "did you mean 'epochs'?"]),
-        ('own = ["conv1"]', ["lines.one", "'own' has no effect on method 'xkfac', whose tasks share all layers"]),
+        ('method = "joint"\nown = ["6"]', ["lines.one", "'own' has no effect on method 'joint'"]),
         ("head_epochs = 1", ["lines.one", "'head_epochs' has no effect on tasks that share one head"]),
         ('norm = "batch"', ["lines.one: norm", "bn, brn, none"]),
         ('norm = "BN"', ["norm is 'BN'"]),
@@ -337,5 +337,6 @@ def test_what_tasks_own_in_a_perceptron_is_checked():
     with pytest.raises(RecipeError, match=r"^lines\.a: a network without BN leaves nothing to each task; name layers"):
         parse(text + 'norm = "none"\n')
     assert parse(text + 'norm = "none"\nown = ["4"]\n').lines["a"].norm == "none"
-    with pytest.raises(RecipeError, match=r"'own' has no effect on method 'xkfac'"):
-        parse('name = "x"\n[lines.a]\nown = ["6"]\n')
+    assert parse('name = "x"\n[lines.a]\nown = ["6"]\n').lines["a"].own == ("6",)
+    with pytest.raises(RecipeError, match=r"'own' has no effect on method 'joint', which has no second task"):
+        parse('name = "x"\n[lines.a]\nmethod = "joint"\nown = ["6"]\n')

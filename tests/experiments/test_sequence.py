@@ -224,7 +224,7 @@ def test_test_data_has_no_part_in_any_choice(unbroken, tmp_path, name):
     assert job.result().accuracy != clean.result().accuracy
 
 
-@pytest.mark.parametrize("name", ["xkfac", "ewc", "fixed-bn", "own-bn", "validation", "plain"])
+@pytest.mark.parametrize("name", ["xkfac", "ewc", "fixed-bn", "own-bn", "own-layers", "validation", "plain"])
 def test_the_examples_of_earlier_tasks_are_not_looked_at_again(unbroken, tmp_path, monkeypatch, name):
     real, pools, tasks = module.pool, [], []
 

@@ -99,13 +99,14 @@ class ManyHeaded(nn.Module):
             finally:
                 self.active = before
 
-    def give_layers(self, own: Iterable[str] = ()) -> None:
-        """Give each task BN of its own, and those layers of the trunk that patterns name, as copies of what is there.
+    def give_layers(self, own: Iterable[str] = (), *, norms: bool = True) -> None:
+        """Give each task its own of those layers of the trunk that patterns name, and BN, as copies of what is there.
 
         Raises XkfacError for a pattern that matches nothing.
         """
         give_task_layers(self.trunk, self.heads, own)
-        give_task_norms(self.trunk, self.heads)
+        if norms:
+            give_task_norms(self.trunk, self.heads)
         self.enter(self.active)
 
     def forward(self, x: Tensor) -> Tensor:

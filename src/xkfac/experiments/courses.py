@@ -85,6 +85,7 @@ class Permuted:
         self._classes = int(self.parts.train.y.max()) + 1
         self._permutations = [permutation(features, self.seed, task) for task in range(self.line.tasks)]
         self._own_bn = self.line.resolved_method().own_bn
+        self._apart = self._own_bn or bool(self.line.own)
         self._teller = TaskTeller()
 
     @property
@@ -96,15 +97,15 @@ class Permuted:
         """Return the perceptron with its initial weights."""
         features = self.parts.train.x.shape[1]
         network = perceptron(features, self._classes, self.line, self.seed)
+        give_task_layers(network, self.tasks, self.line.own)
         if self._own_bn:
-            give_task_layers(network, self.tasks, self.line.own)
             give_task_norms(network, self.tasks)
-            enter_task(network, self.tasks[0])
+        enter_task(network, self.tasks[0])
         return network.to(self.device)
 
     def enter(self, model: nn.Module, task: int) -> None:
         """Use the layers of a task, where it has its own, and get to know its inputs."""
-        if not self._own_bn:
+        if not self._apart:
             return
         name = self.tasks[task]
         enter_task(model, name)
@@ -213,8 +214,7 @@ class PictureCourse:
     def network(self) -> ManyHeaded:
         """Return a copy of the source network."""
         network = copy.deepcopy(self.source).to(self.place)
-        if self.own_bn:
-            network.give_layers(self.own)
+        network.give_layers(self.own, norms=self.own_bn)
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return network
 

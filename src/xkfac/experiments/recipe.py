@@ -107,7 +107,8 @@ class Line:
     average: the epochs at the end whose weights are averaged, 0 for the last weights alone.
     method: one of `xkfac.METHODS`; or `joint`, which trains on all tasks at once, for each number of tasks in `at`; or
     `single`, which trains a network of its own for each task.
-    own: layers that each task has of its own, by patterns of their paths, where `method` leaves BN to each task.
+    own: layers that each task has of its own, by patterns of their paths; `method` says whether BN is too. Permuted
+    digits are then told apart by themselves (`xkfac.TaskTeller`).
     interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
     damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
     held-out examples of the first task found. steady: take no learning rate above half of what is stable along the
@@ -286,12 +287,10 @@ def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, s
         useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which keeps BN as it is")
     if chosen.own_bn:
         useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which leaves BN to each task")
-    else:
-        useless["own"] = f"method '{method}', whose tasks share all layers"
     if not chosen.penalised:
         useless |= dict.fromkeys(_PENALISED_ONLY, f"method '{method}', which has no penalty")
     if method in UNPROTECTED:
-        useless |= dict.fromkeys(("fixed_bn", "target_lr"), f"method '{method}', which has no second task")
+        useless |= dict.fromkeys(("fixed_bn", "target_lr", "own"), f"method '{method}', which has no second task")
     return useless
 
 
