@@ -23,9 +23,9 @@ def test_rows_that_wait_are_the_sums_over_all_rows(from_origin, sizes, seed):
     origin = torch.randn(1, 3).double() if from_origin else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deviations, "ROOM", 7)
-        rows = Rows(batches[0])
+        rows = Rows(batches[0].unsqueeze(2))
     for batch in batches:
-        rows.add(batch, origin)
+        rows.add(batch.unsqueeze(2), None if origin is None else origin.unsqueeze(2))
     every = torch.cat(batches) - (0 if origin is None else origin)
     total = torch.empty(1, 3, 3).double()
     rows.into(total, 0.5)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests import oracles
+from xkfac import factors
 from xkfac.errors import UnitError
 from xkfac.factors import GROUPINGS, KFAC, Moments, batch_gradient, unit_gradients, unit_inputs
 from xkfac.patches import Patches
@@ -249,3 +250,19 @@ def test_deviations_of_images_are_exact_far_from_the_origin():
             exact.add_inputs(unit_inputs(unit, image.double(), torch.double))
         ours, theirs = moments.terms(2, 16)[0].left.double(), exact.terms(2, 16)[0].left
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("levels", [KFAC, *GROUPINGS.values()])
+def test_gradients_of_one_position_that_are_held_count_as_if_each_pass_were_taken(levels, monkeypatch):
+    """Passes that fill the room, exceed it, end in between, or count another weight."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(factors, "HELD", 7)
+    sizes = [(3, 1.0), (5, 1.0), (9, 1.0), (2, 0.5)]
+    passes = [(torch.randn(1, size, 1, 3).double(), weight) for size, weight in sizes]
+    moments = Moments("unit", levels, "mean")
+    for g, weight in passes:
+        moments.add_gradients(g, weight)
+    for level, found in zip(levels, moments._gradient_factors(), strict=True):
+        sums = [(g.sum(level, keepdim=True) if level else g, weight) for g, weight in passes]
+        expected = sum(weight * torch.einsum("gnsi,gnsj->gij", g, g) for g, weight in sums)
+        torch.testing.assert_close(found, expected)

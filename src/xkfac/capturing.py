@@ -19,10 +19,12 @@ from xkfac.passes import device_of, full_precision
 from xkfac.tracing import Trace, read_call
 from xkfac.units import Unit
 
+_NOTHING = nullcontext()
+
 
 def _exactly(device: torch.device) -> AbstractContextManager[Any]:
     """Return `full_precision`, or nothing where nothing would be rounded: a unit needs this twice a batch."""
-    return full_precision(device) if torch.is_autocast_enabled(device.type) else nullcontext()
+    return full_precision(device) if torch.is_autocast_enabled(device.type) else _NOTHING
 
 
 class Capture(Trace):
@@ -124,11 +126,12 @@ class Capture(Trace):
                 "dimension must be the batch, or exclude it"
             )
         self._calls[unit.name] = self._calls.get(unit.name, 0) + 1
-        seen = self._inputs.setdefault(unit.name, [])
-        seen.append(input.detach())
-        if len(seen) == unit.calls:
-            with torch.no_grad(), _exactly(input.device):
-                self.collectors.of[unit.name].inputs(self._inputs.pop(unit.name))
+        seen = [*self._inputs.pop(unit.name, ()), input.detach()]
+        if len(seen) < unit.calls:
+            self._inputs[unit.name] = seen
+            return
+        with _exactly(input.device):  # what is detached records nothing
+            self.collectors.of[unit.name].inputs(seen)
 
     def _wake(self, input: Tensor, *candidates: Any) -> bool:
         """Make a graph begin here where none reaches the unit: let one parameter, the smallest, ask for a gradient.
@@ -164,12 +167,12 @@ class Capture(Trace):
         return output
 
     def _see_gradient(self, unit: Unit, call: int, gradient: Tensor) -> None:
-        seen = self._gradients.setdefault(unit.name, {})
-        seen[call] = gradient.detach()
-        if len(seen) == unit.calls:
-            del self._gradients[unit.name]
-            with _exactly(gradient.device):  # a backward pass records nothing
-                self.collectors.of[unit.name].gradients([seen[k] for k in sorted(seen)], self.weight)
+        seen = {**self._gradients.pop(unit.name, {}), call: gradient}
+        if len(seen) < unit.calls:
+            self._gradients[unit.name] = seen
+            return
+        with _exactly(gradient.device):  # a backward pass records nothing
+            self.collectors.of[unit.name].gradients([seen[k] for k in sorted(seen)], self.weight)
 
     def end_backward(self) -> None:
         """Pass on what waits for the whole backward pass; a call without gradient counts as zero."""

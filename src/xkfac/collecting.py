@@ -188,6 +188,7 @@ class UnmergedCollector(SquareCollector):
         self.bound = bound
         self._scale: Tensor
 
+    @torch.no_grad()
     def inputs(self, inputs: Sequence[Tensor]) -> None:
         """Take a batch's input [N, C, ...] of the BN, which is about to run, and normalise it as the BN will."""
         (input,) = inputs

@@ -24,7 +24,7 @@ FAR = 256.0
 
 
 class Rows:
-    """Accumulates sum r and sum r r^T over rows r = x - origin of inputs x [N, F]; without an origin it is zero.
+    """Accumulates sum r and sum r r^T over rows r = x - origin of inputs x [N, F, 1]; without an origin it is zero.
 
     On a CPU rows are written to where they wait, and for most batches that is all. On a GPU nothing waits: it could not
     be replayed.
@@ -34,11 +34,11 @@ class Rows:
         features = like.shape[1]
         self._total = like.new_zeros(1, features, features)
         self._sums = like.new_zeros(1, features)
-        self._waiting = like.new_empty(ROOM if like.device.type == "cpu" else 0, features)
+        self._waiting = like.new_empty(ROOM if like.device.type == "cpu" else 0, features, 1)
         self._count = 0
 
     def add(self, rows: Tensor, origin: Tensor | None) -> None:
-        """Take rows [N, F], from an origin [1, F] or zero."""
+        """Take rows [N, F, 1], from an origin [1, F, 1] or zero."""
         room = self._waiting.shape[0]
         if room == 0:
             self._accumulate(rows if origin is None else rows - origin)
@@ -60,6 +60,7 @@ class Rows:
             self._count = 0
 
     def _accumulate(self, rows: Tensor) -> None:
+        rows = rows.squeeze(2)
         self._sums += rows.sum(0)
         add_gram(self._total, rows.mT.unsqueeze(0))
 
@@ -131,7 +132,7 @@ class Deviations:
         if self.patches.is_row(image):
             if self._rows is None:
                 self._rows = Rows(image)
-            self._rows.add(image.select(2, 0), None if self._origin is None else self._origin.select(2, 0))
+            self._rows.add(image, self._origin)
             return
         if self._origin is not None:
             image = rounded(image if self._from_zero else image - self._origin)

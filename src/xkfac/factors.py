@@ -49,6 +49,8 @@ LOCATION: Level = (1,)
 EXAMPLE: Level = (2,)
 BATCH: Level = (1, 2)
 
+HELD = 512  # gradients
+
 KFAC: tuple[Level, ...] = (ELEMENT,)
 GROUPINGS: dict[Grouping, tuple[Level, ...]] = {
     "paper": (ELEMENT, LOCATION),
@@ -75,7 +77,7 @@ def unit_gradients(unit: Unit, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     if gradient.dtype != dtype:
         gradient = gradient.to(dtype)
     if unit.kind == "linear":
-        return (gradient.flatten(1, -2) if gradient.dim() > 2 else gradient.unsqueeze(1)).unsqueeze(0)
+        return gradient.reshape(1, gradient.shape[0], -1, gradient.shape[-1])
     groups, rows, _ = unit.shape
     return gradient.reshape(gradient.shape[0], groups, rows, -1).permute(1, 0, 3, 2)
 
@@ -87,6 +89,10 @@ def batch_gradient(x: Tensor, g: Tensor) -> Tensor:
 
 def _over(blocks: Tensor, level: Level) -> Tensor:
     return blocks.mean(level, keepdim=True) if level else blocks
+
+
+def _beside(passes: list[Tensor]) -> Tensor:
+    return passes[0] if len(passes) == 1 else torch.cat(passes, 1)
 
 
 def _blocks(tensor: Tensor) -> int:
@@ -114,6 +120,11 @@ class Moments:
         self._moved: Tensor | None = None
         self._images: _Images | None = None
         self._deviations: Deviations | None = None
+        # On a CPU gradients of one position an example are held until there are enough of them, as they are: nobody
+        # changes a gradient that another has, and a few large operations take less time than many small ones.
+        self._held: list[Tensor] = []
+        self._rows = 0
+        self._weight = 1.0
 
     @property
     def _origin(self) -> Tensor | None:
@@ -200,7 +211,26 @@ class Moments:
     def add_gradients(self, g: Tensor, weight: float = 1.0) -> None:
         """Take the gradients g [groups, N, S, C] of one backward pass, which counts `weight`."""
         weight /= g.shape[2]
-        sums = [g.sum(level, keepdim=True) if level else g for level in self.levels]
+        alone = self.population or len(self.levels) == 1  # no level is taken from the mean of a batch
+        if g.is_cuda or g.shape[2] > 1 or not alone:
+            self._add_gradients([g], weight)
+            return
+        if weight != self._weight:
+            self._release()
+        self._held.append(g)
+        self._weight, self._rows = weight, self._rows + g.shape[1]
+        if self._rows >= HELD:
+            self._release()
+
+    def _release(self) -> None:
+        """Take the gradients that are held."""
+        if self._held:
+            self._add_gradients(self._held, self._weight)
+        self._held, self._rows = [], 0
+
+    def _add_gradients(self, passes: list[Tensor], weight: float) -> None:
+        """Take the gradients of backward passes; of several there is one position an example, and no mean is taken."""
+        sums = [_beside([g.sum(level, keepdim=True) if level else g for g in passes]) for level in self.levels]
         for total, part, coarser in zip(self._right, sums, [*sums[1:], None], strict=True):
             count = 1 if coarser is None or self.population else _blocks(part) // _blocks(coarser)
             if coarser is None or count == 1:
@@ -217,6 +247,11 @@ class Moments:
             first = self._images.sum() if first is None else first + self._images.sum()
         return [factor for factor in (first, *others) if factor is not None]
 
+    def _gradient_factors(self) -> list[Tensor | None]:
+        """Return the sums of the levels' gradient factors, None where no gradient ever arrived."""
+        self._release()
+        return [gram.sum() for gram in self._right]
+
     def terms(self, rows: int, examples: int) -> tuple[Term, ...]:
         """Return the terms, one a level, with input factors [groups, D, D] and gradient factors [groups, rows, rows].
 
@@ -226,7 +261,7 @@ class Moments:
         """
         left, root = self._left_factors(examples)
         none = left[0].new_zeros(left[0].shape[0], rows, rows)
-        right = [none if (factor := gram.sum()) is None else factor.div_(examples) for gram in self._right]
+        right = [none if factor is None else factor.div_(examples) for factor in self._gradient_factors()]
         self._left, self._right, self._images, self._deviations = [], [], None, None
         terms = [Term(a, h) for a, h in zip(left, right, strict=False)]
         return tuple(terms) if root is None else (*terms, root_term(root, right[-1]))

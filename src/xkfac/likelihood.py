@@ -78,7 +78,7 @@ class Categorical(Likelihood):
         """Draw classes [N, ...] by the Gumbel trick, without a host synchronisation."""
         logits = self._flat(output.detach())
         noise = torch.empty_like(logits).exponential_(generator=generator)
-        return (logits - noise.log()).argmax(1)
+        return torch.sub(logits, noise.log_(), out=noise).argmax(1)
 
     def nll(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy [N]."""

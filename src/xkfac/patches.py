@@ -102,7 +102,6 @@ class Patches:
 
     def image(self, input: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a unit's input as an image, without a copy where it has the right type."""
-        input = input.detach()
         if input.dtype != dtype:
             input = input.to(dtype)
         if self.unit.convolution is not None:

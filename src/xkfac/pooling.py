@@ -204,7 +204,7 @@ class SharedMoments(Moments):
             moved = own - root
             left[-1].baddbmm_(moved.mT, moved, alpha=examples)  # only one triangle of it travels
         none = left[0].new_zeros(left[0].shape[0], rows, rows)
-        return [*left, *(none if (factor := gram.sum()) is None else factor for gram in self._right)]
+        return [*left, *(none if factor is None else factor for factor in self._gradient_factors())]
 
     def take(self, sums: list[Tensor], root: Tensor | None) -> None:
         """Take the sums of all processes in place of this one's."""
