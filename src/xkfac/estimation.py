@@ -48,6 +48,7 @@ from xkfac.passes import (
     unwrap,
 )
 from xkfac.pooling import Coupling, SharedMoments, coupling_of
+from xkfac.precision import rounding
 from xkfac.processes import Processes, processes_of
 from xkfac.sharing import Outcome, agreed, finished
 from xkfac.units import Coverage, Unit, as_patterns, find_units
@@ -74,6 +75,7 @@ def estimate(
     statistics: Statistics = "batch",
     cross_layer: bool = False,
     basis: Basis = "gradients",
+    rounded: bool = False,
     likelihood: str | Likelihood = "categorical",
     merge: bool = True,
     units: bool = True,
@@ -87,7 +89,7 @@ def estimate(
 ) -> Estimate:
     """Estimate the curvature of `model` on the data of `loader`; the model is left as it was, bit by bit.
 
-    `kind` to `basis` are explained at `Settings`; `merge`, `units`, `exclude` and `forward` at `find_units`.
+    `kind` to `rounded` are explained at `Settings`; `merge`, `units`, `exclude` and `forward` at `find_units`.
     Factors are accumulated in `dtype`, float32 unless the model is float64, also under autocast. `seed` fixes the
     labels that are drawn, batch by batch. With `graph` the work of a batch is recorded as a CUDA graph and replayed for
     all batches of the same shape, which pays on a GPU for small networks. The network runs in evaluation mode but for
@@ -98,7 +100,7 @@ def estimate(
 
     Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
     """
-    settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer, basis)
+    settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer, basis, rounded)
     finding: dict[str, Any] = {"merge": merge, "units": units, "exclude": as_patterns(exclude)}
     run = _Run(
         unwrap(model),
@@ -114,7 +116,7 @@ def estimate(
     if graph and device_of(run.model).type != "cuda":
         raise XkfacError("graph=True needs the model on a CUDA device; leave it out")
     run.join(finding)
-    with untouched(run.model):
+    with untouched(run.model), rounding(rounded):
         feed = {"max_batches": max_batches, "progress": progress}
         collectors, examples = run.over(loader, run.first_collector, **feed)
         curvature = run.finished(collectors, examples, decompose=kind == "corrected")
