@@ -71,7 +71,9 @@ def rounding() -> Iterator[None]:
             (deviations, ["rounded", "rounds_grams"]),
         ):
             for name in names:
-                patches.enter_context(mock.patch.object(module, name, {"rounded": rounded, "rounds_grams": rounds}[name]))
+                patches.enter_context(
+                    mock.patch.object(module, name, {"rounded": rounded, "rounds_grams": rounds}[name])
+                )
         patches.enter_context(mock.patch.object(deviations, "exactly", exactly))
         yield
 
