@@ -1,5 +1,6 @@
 """BN layers of a task's own: what is common then is the layers' weights, and BN is put away and taken out again."""
 
+import contextlib
 import copy
 
 import pytest
@@ -232,6 +233,45 @@ def test_layers_of_a_task_are_free_and_the_past_has_them_back_as_they_were():
     assert not torch.equal(net(x), before)
     xkfac.enter_task(net, "old")
     assert torch.equal(net(x), before)
+
+
+@pytest.mark.parametrize("method", ["xkfac", "kfac", "corrected", "ewc", "unmerged", "fixed-bn"])
+def test_a_memory_of_shared_bn_leaves_layers_of_a_task_out_and_goes_on_with_the_next(net, method):
+    xkfac.give_task_layers(net, ["old", "new"], ["third"])
+    xkfac.enter_task(net, "old")
+    memory = xkfac.consolidate(net, data(), method, exclude=["head"])
+    covered = {row.parameter for row in memory.coverage.rows if row.unit != "-"} - set(dict(net.named_buffers()))
+    assert covered == {name for name, _ in net.named_parameters() if not name.startswith(("third", "head"))}
+    xkfac.enter_task(net, "new")
+    kept = {name: tensor.clone() for name, tensor in net.state_dict().items() if "of.old" in name}
+    with xkfac.Learner(net, memory) as learner:
+        learner.begin(data(seed=1))
+        trained(net, data(seed=1), 3, learner)
+        extended = learner.finish(data(seed=1))
+    assert extended.tasks == 2
+    assert [row.parameter for row in extended.coverage.rows] == [row.parameter for row in memory.coverage.rows]
+    assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in kept.items())
+
+
+def test_a_task_is_used_for_a_while_and_what_learns_stays_as_it_is(net):
+    xkfac.give_task_layers(net, ["old", "new"], ["third"])
+    xkfac.enter_task(net, "new")
+    with torch.no_grad():
+        task_layers_of(net)["third"].of["old"].weight.zero_()
+    x, learning = data()[0][0], {name: p.requires_grad for name, p in net.named_parameters()}
+    new = net(x).detach()
+    with xkfac.using_task(net, "old"):
+        assert not torch.equal(net(x), new)
+        assert {name: p.requires_grad for name, p in net.named_parameters()} == learning
+    assert torch.equal(net(x), new)
+    with contextlib.suppress(KeyboardInterrupt), xkfac.using_task(net, "old"):
+        raise KeyboardInterrupt
+    with (
+        pytest.raises(XkfacError, match="there is no layer for task 'odd'; name one of old, new"),
+        xkfac.using_task(net, "odd"),
+    ):
+        pass
+    assert torch.equal(net(x), new)
 
 
 def test_a_layer_that_is_not_there_is_refused_and_nothing_is_changed(net):
