@@ -302,3 +302,15 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(net):
             XkfacError, match=r"own_bn=True leaves every BN to its task, so there is none|fixed_bn=True"
         ):
             xkfac.consolidate(net, data(), "own-bn", exclude=["head"], **changes)
+
+
+def test_for_layers_of_one_position_every_grouping_is_the_same_curvature():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+    batches = [torch.randn(8, 6).double() + 1 for _ in range(3)]
+    net(torch.cat(batches))
+    memories = [xkfac.consolidate(net, batches, "own-bn", draws=3, grouping=way) for way in ("hierarchical", "paper")]
+    for name, anchor in memories[0].anchor.items():
+        ours, theirs = (memory.curvature.blocks[name].product(torch.ones_like(anchor)) for memory in memories)
+        torch.testing.assert_close(ours, theirs)
+    assert len(memories[1].curvature.blocks["0"].terms) == 2
