@@ -49,7 +49,7 @@ LOCATION: Level = (1,)
 EXAMPLE: Level = (2,)
 BATCH: Level = (1, 2)
 
-HELD = 512  # gradients
+HELD = 512  # gradients that wait for one product, on a CPU
 
 KFAC: tuple[Level, ...] = (ELEMENT,)
 GROUPINGS: dict[Grouping, tuple[Level, ...]] = {

@@ -35,7 +35,7 @@ def rounds_rows(rows: Tensor) -> bool:
     """Whether the Gram matrix of rows on a CPU may be of bfloat16: where a pass asks for it and it is faster.
 
     A CPU sums products in float32 too, but gives the sum in bfloat16, every entry off by up to 2^-8 of itself. Over the
-    many products of a pass that averages out. Torch's own setting does not count: at "medium" it may slow a CPU down.
+    many products of a pass that averages out. Torch's own setting is about the network, too, and does not count.
     """
     fast = rows.device.type == "cpu" and rows.shape[1] >= 256 and cpu_has_bfloat16()
     return _asked and fast and rows.dtype == torch.float32
