@@ -170,7 +170,8 @@ def test_finish_extends_the_memory_and_removes_all_hooks(keep):
     got = new.curvature.quadratic(v)
     if keep == "all":
         torch.testing.assert_close(got, (before.curvature.quadratic(v) + fresh.quadratic(v)) / 2)
-    averaged = before.curvature.extend(fresh, 0.5, 0.5, keep_all=keep == "all").quadratic(v)
+    homogeneous = {unit.name for unit in new.units if unit.homogeneous}
+    averaged = before.curvature.extend(fresh, 0.5, 0.5, homogeneous=homogeneous, keep_all=keep == "all").quadratic(v)
     torch.testing.assert_close(got, averaged)
     with pytest.raises(XkfacError, match="it must be 'average' or 'all'"):
         learner.finish(target(), keep="some")
