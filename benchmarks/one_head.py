@@ -3,7 +3,7 @@
     python benchmarks/one_head.py --data FOLDER [--device cuda] [--seeds 3] [--workers 1] [--output results/one-head]
 
 A network of three convolutions with BN, a pool and a linear layer learns ten classes, and then ten others with the same
-ten outputs. FOLDER holds MNIST's idx files (in `mnist`) and `tiny-imagenet-100.zip`. Pairs: `digits`, MNIST and then ten
+ten outputs. FOLDER holds MNIST's idx files (in `mnist`) and `tiny-imagenet-100.zip`. Pairs: `digits`, MNIST, then ten
 classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others. Curves over the strength of
 the penalty, for several curvatures and for these treatments of BN:
 
