@@ -41,7 +41,7 @@ from torch.nn import functional as F
 
 import xkfac
 from xkfac.experiments.data import load
-from xkfac.passes import norms_of, set_mode, untouched
+from xkfac.passes import set_mode, untouched
 
 Examples = tuple[Tensor, Tensor]
 PIXELS, BATCH, LR, DRAWS = 32, 64, 0.05, 8
@@ -160,6 +160,8 @@ def consolidated(net: nn.Module, held_out: list[Examples], curvature: str, bn: s
     method = options.pop("method")
     if bn in ("fixed", "own"):
         options |= {"statistics": "population", "interpretation": "eval", "recentre": False, f"{bn}_bn": True}
+    if bn == "affine":
+        options |= {"fixed_affine": True, "recentre": False}
     if bn == "eval":
         options["interpretation"] = "eval"
     return xkfac.consolidate(net, held_out, method, draws=DRAWS, seed=seed, **options)
@@ -244,11 +246,8 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
     runs = []
     for strength in STRENGTHS:
         net = copy.deepcopy(source)
-        if bn == "affine":
-            for norm in norms_of(net).values():
-                norm.requires_grad_(False)
         learner = xkfac.Learner(net, memory, strength=strength)
-        learner.begin(list(batches(target, case.seed)), recentre=None if bn in ("shared", "eval") else False)
+        learner.begin(list(batches(target, case.seed)))
         lr = min(LR, 0.5 * learner.stable_lr(0.9))
         learn(net, target, case.epochs, lr, case.seed + 50, learner)
         learner.close()
