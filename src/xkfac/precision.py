@@ -19,12 +19,21 @@ def rounds(like: Tensor) -> bool:
     At "high" they are of TF32, which torch sees to by itself. Factors alone are rounded; sums are float32, and torch
     before 2.8, which cannot sum products of bfloat16 so, rounds nothing here.
     """
-    return torch.get_float32_matmul_precision() == "medium" and _can_round(like)
+    return _can_round(like) and _is_medium()
 
 
 def rounds_grams(vectors: Tensor) -> bool:
     """Whether Gram matrices may be of these vectors in bfloat16: as other products, or where a pass asks for it."""
     return rounds(vectors) or (_asked and _can_round(vectors))
+
+
+def _is_medium() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() == "medium"
+    except (
+        RuntimeError
+    ):  # torch answers only while `torch.backends.*.fp32_precision` are not set; these know no "medium"
+        return False
 
 
 def _can_round(like: Tensor) -> bool:
@@ -64,16 +73,13 @@ def rounding(asked: bool) -> Iterator[None]:
         _asked = before
 
 
-@contextmanager
-def exactly() -> Iterator[None]:
-    """Have products of float32 matrices be of float32 inside, whatever was asked for."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with rounding(False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def unrounded(tensor: Tensor) -> Tensor:
+    """Return a tensor whose products are not coarser than float32, whatever torch is set to: the same in float64.
+
+    Torch's settings are left alone: what they inherit from each other can be read, but not put back. Apple's GPUs have
+    no float64, and round nothing.
+    """
+    return tensor if tensor.device.type == "mps" else tensor.double()
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -85,6 +91,8 @@ def add_product_(total: Tensor, first: Tensor, second: Tensor, scale: float = 1.
     """Add scale * A B to `total` [n, ., .], which has the dtype that products are summed in."""
     if first.dtype == total.dtype:
         total.baddbmm_(first, second, alpha=scale)
+    elif first.dtype == torch.float64:
+        total.add_(first @ second, alpha=scale)
     elif first.is_cuda:
         torch.baddbmm(total, first, second, out_dtype=total.dtype, alpha=scale, out=total)
     else:
