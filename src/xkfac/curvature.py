@@ -118,6 +118,11 @@ class Curvature:
             return self.joint.own_block(self.joint_units.index(unit))
         return self.blocks.get(unit)
 
+    def zero_units(self) -> list[str]:
+        """Return the units whose curvature is exactly zero, so that nothing protects them."""
+        blocks = ((name, self.block(name)) for name in (*self.blocks, *self.joint_units))
+        return [name for name, block in blocks if block is not None and not block.diagonal().any()]
+
     def product(self, displacements: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return H v for displacements v, each [groups, rows, columns] by unit (eq. bp)."""
         products = {name: block.product(displacements[name]) for name, block in self.blocks.items()}

@@ -7,6 +7,7 @@ H'' = E[(sum_m G_m)(sum_m G_m)^T] / N, inter-example terms of BN included.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from xkfac.collecting import (
 )
 from xkfac.cotangents import Cotangents
 from xkfac.curvature import Basis, Curvature, CurvatureKind, Labels, Settings
-from xkfac.errors import XkfacError
+from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.factors import Form, Grouping, Moments
 from xkfac.graphs import Replayed
 from xkfac.kronecker import Corrected
@@ -132,7 +133,21 @@ def estimate(
                 )
             curvature = run.finished(collectors, examples)
     assert run.coverage is not None
+    if run.processes is None or run.processes.rank == 0:
+        _warn_of_zero(curvature.zero_units())
     return Estimate(curvature, run.coverage, examples)
+
+
+def _warn_of_zero(zero: list[str]) -> None:
+    """Warn of units whose curvature is exactly zero, whatever the reason."""
+    if zero:
+        names = ", ".join(f"'{name}'" for name in zero[:8]) + (f" and {len(zero) - 8} more" if len(zero) > 8 else "")
+        warnings.warn(
+            f"the curvature is exactly zero, so that nothing is protected, in {names}; see that the output of the "
+            "network depends on this and is not saturated, or exclude it",
+            XkfacWarning,
+            stacklevel=3,
+        )
 
 
 def _wide_dtype(model: nn.Module) -> torch.dtype:

@@ -68,6 +68,11 @@ class Categorical(Likelihood):
                 f"the categorical likelihood takes outputs [N, classes, ...], not {list(output.shape)}; for one number "
                 "an example use likelihood='bernoulli' or 'gaussian'"
             )
+        if output.shape[1] == 1:
+            raise XkfacError(
+                f"the output {list(output.shape)} has one column, and of a single class there is nothing to learn; use "
+                "likelihood='bernoulli' if it is the logit of a yes, 'gaussian' if it is a number"
+            )
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
 
     def predictions(self, output: Tensor) -> int:

@@ -13,7 +13,7 @@ import difflib
 import fnmatch
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -71,6 +71,12 @@ class Coverage:
 
     units: tuple[Unit, ...]
     rows: tuple[Row, ...]
+
+    def noted(self, units: Iterable[str], note: str) -> Coverage:
+        """Return the coverage with a note added to the rows of some units."""
+        chosen = set(units)
+        rows = (replace(r, note=f"{r.note}, {note}" if r.note else note) if r.unit in chosen else r for r in self.rows)
+        return replace(self, rows=tuple(rows))
 
     def __str__(self) -> str:
         """Return the table of all parameters."""
