@@ -328,6 +328,7 @@ class Collectors:
 
     of: dict[str, Collector]
     joint: JointCollector | None
+    batches: int = 0
     examples: int = 0
 
     def sources(self) -> dict[str, Collector | JointCollector]:

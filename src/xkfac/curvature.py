@@ -32,8 +32,8 @@ class Settings:
     labels: `sampled` from the model (unbiased, one backward pass a draw); `exact`, all examples and classes (for tests
         and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
         fits its training data.
-    draws: label draws a batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 a batch,
-        or one where the loader does not say its length. H'' gets one sample a draw: its rank is at most their number.
+    draws: label draws per batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 per
+        batch. H'' gets one sample per draw: its rank is at most their number.
     statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
     cross_layer: blocks between all pairs of linear units too, as a Khatri-Rao product.
     basis: where `corrected` takes its eigenbasis from, the second moments of the batch `gradients`, or XK-FAC's
@@ -86,11 +86,16 @@ class Settings:
         if self.cross_layer and self.kind not in ("xkfac", "kfac"):
             raise XkfacError(f"cross_layer goes with kind 'xkfac' or 'kfac', not '{self.kind}'")
 
-    def draws_over(self, count: int | None) -> int:
-        """Return the draws a batch for a pass over `count` batches, None if unknown."""
-        if self.draws is not None:
-            return self.draws
-        return 1 if count is None else min(math.ceil(ENOUGH_DRAWS / max(count, 1)), 32)
+    @property
+    def draws_are_open(self) -> bool:
+        """Whether the number of batches decides on the number of draws."""
+        return self.draws is None and self.labels == "sampled"
+
+    def draws_over(self, count: int) -> int:
+        """Return the draws per batch for a pass over `count` batches."""
+        if not self.draws_are_open:
+            return self.draws or 1
+        return min(math.ceil(ENOUGH_DRAWS / max(count, 1)), 32)
 
     @property
     def levels(self) -> tuple[Level, ...]:

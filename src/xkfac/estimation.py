@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from xkfac.collecting import (
 )
 from xkfac.cotangents import Cotangents
 from xkfac.curvature import Basis, Curvature, CurvatureKind, Labels, Settings
+from xkfac.draws import Draws
 from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.factors import Form, Grouping, Moments
 from xkfac.graphs import Replayed
@@ -41,7 +42,6 @@ from xkfac.passes import (
     Progress,
     Statistics,
     batches,
-    count_batches,
     device_of,
     full_precision,
     set_mode,
@@ -170,6 +170,7 @@ class _Run:
     processes: Processes | None = None
     coupling: Coupling | None = None
     coverage: Coverage | None = None
+    draws: Draws = field(init=False)
 
     def join(self, finding: dict[str, Any]) -> None:
         """Make sure that the processes of a shared pass mean the same one."""
@@ -215,16 +216,18 @@ class _Run:
             error = caught
         if self.processes is None:
             assert own is not None
+            self.draws.check([own.batches])
             return own, own.examples
-        outcome = Outcome(0 if own is None else own.examples, None if own is None else self.coverage)
+        outcome = Outcome() if own is None else Outcome(own.batches, own.examples, self.coverage)
         if error is not None:
             outcome.error = str(error)
         try:
-            self.coverage, examples = agreed(self.processes, outcome)
+            self.coverage, batches, examples = agreed(self.processes, outcome)
         except XkfacError:
             if error is not None:
                 raise error from None
             raise
+        self.draws.check(batches)
         return own or self._collectors(collector), examples
 
     def _over(
@@ -237,11 +240,13 @@ class _Run:
         rank, ranks = 0, 1
         if self.processes is not None and self.coupling is None:
             rank, ranks = self.processes.rank, self.processes.size
-        cotangents.draws = self.settings.draws_over(self._count(loader, feed["max_batches"]))
+        self.draws = Draws(self.settings, self.processes, self.coupling)
+        counted = self.draws.decide(loader, feed["max_batches"])
+        cotangents.draws = self.draws.per_batch
         capture: Capture | None = None
         mode: Statistics | None = None
         work: Callable[[Any], None]
-        for place, (size, batch) in enumerate(self._steps(loader, device, **feed)):
+        for place, (size, batch) in enumerate(self._steps(counted, device, **feed)):
             if self.coverage is None:
                 self.coverage = self.find(batch)
             if capture is None:
@@ -256,19 +261,12 @@ class _Run:
                 set_mode(self.model, mode)
             cotangents.begin_batch(place * ranks + rank)
             work(batch)
+            capture.collectors.batches += 1
             capture.collectors.examples += size
         if capture is None:
             return None
         capture.forget()
         return capture.collectors
-
-    def _count(self, loader: Iterable[Any], max_batches: int | None) -> int | None:
-        """Return how many batches the pass will have, None if unknown; coupled processes have parts of the same."""
-        count = count_batches(loader, max_batches)
-        if self.processes is None:
-            return count
-        counts = self.processes.gathered(-1 if count is None else count)
-        return None if -1 in counts else max(counts) if self.coupling is not None else sum(counts)
 
     def _steps(self, loader: Iterable[Any], device: torch.device, **feed: Any) -> Iterator[tuple[int, Any]]:
         if self.processes is None:
