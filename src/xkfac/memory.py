@@ -174,7 +174,7 @@ class Memory:
 
 def _is_factor(block: type[Block] | type[KhatriRao], part: str) -> bool:
     """Whether a part of a block is a symmetric matrix, which a file holds as a triangle."""
-    return block in (Kronecker, KhatriRao) and not part.startswith(("root", "diagonal"))
+    return block in (Kronecker, KhatriRao) and not part.startswith("root")
 
 
 def _packed(prefix: str, block: Block | KhatriRao, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -212,7 +212,7 @@ def _described(block: Block | KhatriRao) -> tuple[str, dict[str, list[Any]]]:
     """Return the class of a block and the layouts of its tensors; the factors of Kronecker products are symmetric."""
     factors = isinstance(block, (Kronecker, KhatriRao))
     return type(block).__name__, {
-        name: Layout.of(tensor, symmetric=factors and not name.startswith(("root", "diagonal"))).described()
+        name: Layout.of(tensor, symmetric=factors and not name.startswith("root")).described()
         for name, tensor in parts(block).items()
     }
 
