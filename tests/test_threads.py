@@ -1,7 +1,6 @@
 """Passes in several threads: over one model the second is refused, over copies of it both leave no trace."""
 
 import copy
-import pickle
 import random
 import threading
 
@@ -111,16 +110,16 @@ def test_a_failed_pass_lets_others_in():
     assert not passes._changing
 
 
-def test_a_model_in_a_pass_can_be_copied_and_pickled(held):
+def test_a_copy_of_a_model_in_a_pass_is_free(held):
     model = mlp()
     held(model)
     xkfac.find_units(copy.deepcopy(model), data()[0])
-    xkfac.find_units(pickle.loads(pickle.dumps(model)), data()[0])
 
 
 def test_threads_on_copies_leave_what_a_process_shares(held):
     model = mlp()
-    torch.compile(lambda x: x)  # loads the compiler, whose stance is a setting of the process
+    import torch._dynamo  # the compiler, whose stance is a setting of the process
+
     stance = torch._dynamo.eval_frame._stance
 
     def drawing(network, batch):
