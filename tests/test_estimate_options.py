@@ -253,8 +253,9 @@ def test_a_network_that_changes_its_path_is_refused():
 
 
 def test_cross_layer_blocks_refuse_layers_of_several_positions():
-    with pytest.raises(xkfac.UnitError, match="unit '0' has 4 positions an example"):
-        xkfac.estimate(nn.Sequential(nn.Linear(3, 2), nn.Flatten()), [torch.randn(2, 4, 3)], cross_layer=True)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Flatten(), nn.Linear(8, 3))
+    with pytest.raises(xkfac.UnitError, match="of one position per example, and unit '0' has 4, '1' has 4; exclude"):
+        xkfac.estimate(net, [torch.randn(2, 4, 3)], cross_layer=True)
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
