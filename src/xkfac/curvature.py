@@ -132,7 +132,9 @@ class Curvature:
         return torch.stack([(displacements[name] * product).sum() for name, product in products.items()]).sum() / 2
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Curvature:
-        """Return the curvature on a device, in a dtype."""
+        """Return the curvature on a device, in a floating-point dtype."""
+        if dtype is not None and not dtype.is_floating_point:
+            raise XkfacError(f"a curvature has no numbers of dtype {dtype}; use torch.float32, float64 or bfloat16")
         return self._map(lambda tensor: tensor.to(device=device, dtype=dtype))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Curvature:

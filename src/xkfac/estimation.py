@@ -42,6 +42,7 @@ from xkfac.passes import (
     Progress,
     Statistics,
     batches,
+    check_loaded,
     device_of,
     full_precision,
     set_mode,
@@ -100,12 +101,13 @@ def estimate(
     """
     settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer)
     finding: dict[str, Any] = {"merge": merge, "units": units, "exclude": as_patterns(exclude)}
+    check_loaded(unwrap(model))
     run = _Run(
         unwrap(model),
         settings,
         get_likelihood(likelihood),
         forward or default_forward,
-        dtype or _wide_dtype(model),
+        _checked(dtype) or _wide_dtype(model),
         seed,
         lambda batch: find_units(model, batch, **finding, forward=forward, synchronised=run.processes is not None),
         graph,
@@ -145,6 +147,12 @@ def _warn_of_zero(zero: list[str]) -> None:
             XkfacWarning,
             stacklevel=3,
         )
+
+
+def _checked(dtype: Any) -> torch.dtype | None:
+    if dtype in (None, torch.float32, torch.float64):
+        return dtype  # type: ignore[no-any-return]
+    raise XkfacError(f"dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64")
 
 
 def _wide_dtype(model: nn.Module) -> torch.dtype:
@@ -257,6 +265,7 @@ class _Run:
             if mode != (mode := self.settings.statistics if coupled > 1 else "population"):
                 set_mode(self.model, mode)
             cotangents.begin_batch(place * ranks + rank)
+            cotangents.check(batch)
             work(batch)
             capture.collectors.batches += 1
             capture.collectors.examples += size

@@ -50,6 +50,16 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def check_loaded(model: nn.Module) -> None:
+    """Raise XkfacError for a parameter or buffer on the meta device, which has no values."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise XkfacError(
+                f"'{name}' is on the meta device and has no values; give the model memory by "
+                "model.to_empty(device='cpu') and load its weights before a pass over data"
+            )
+
+
 def full_precision(device: torch.device) -> torch.autocast:
     """Return a context in which no matrix product is rounded to a reduced precision by autocast."""
     return torch.autocast(device.type, enabled=False)
