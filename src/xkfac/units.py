@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -337,7 +337,7 @@ def _fault_of(trace: _Discovery, path: str, size: int, synchronised: bool) -> st
     return None
 
 
-def _refused(model: nn.Module, faults: Mapping[str, str]) -> UnitError:
+def _refused(model: nn.Module, faults: dict[str, str]) -> UnitError:
     """Return the error for BN layers with their faults: all of them are named, with patterns that exclude them all."""
     if len(faults) == 1:
         ((path, fault),) = faults.items()
