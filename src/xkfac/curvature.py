@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xkfac.errors import XkfacError
 from xkfac.factors import GROUPINGS, KFAC, Form, Grouping, Level
-from xkfac.kronecker import Block, KhatriRao, assemble, khatri_rao, parts
+from xkfac.kronecker import Block, KhatriRao, Kronecker, assemble, khatri_rao, parts
 from xkfac.passes import Statistics
 
 CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
@@ -152,11 +152,14 @@ class Curvature:
         if self.joint is not None:
             yield from ((" and ".join(self.joint_units), tensor) for tensor in parts(self.joint).values())
 
-    def extend(self, other: Curvature, own: float, others: float, *, keep_all: bool = False) -> Curvature:
+    def extend(
+        self, other: Curvature, own: float, others: float, *, homogeneous: Container[str], keep_all: bool = False
+    ) -> Curvature:
         """Return own * (this) + others * (the other): the postprocessing of the paper.
 
-        Factors are averaged, at constant size, or with `keep_all` all terms are kept, which is exact. A unit that
-        only one side has counts as zero on the other.
+        Terms are averaged (see `xkfac.averaging`), at constant size, or with `keep_all` all are kept, which is exact. A
+        unit that only one side has counts as zero on the other. `homogeneous`: the units whose inputs are extended by
+        a 1, which averages of means go by.
 
         Raises XkfacError when the two were estimated in ways that do not add up.
         """
@@ -164,13 +167,15 @@ class Curvature:
             raise XkfacError("the two curvatures join different units across layers; estimate both with the same units")
         blocks: dict[str, Block] = {}
         for name in dict.fromkeys([*self.blocks, *other.blocks]):
-            blocks[name] = _combine(name, self.blocks.get(name), other.blocks.get(name), own, others, keep_all)
+            one, two = self.blocks.get(name), other.blocks.get(name)
+            blocks[name] = _combine(name, one, two, own, others, keep_all, name in homogeneous)
         joint = self.joint
         if joint is not None and other.joint is not None:
+            extended = [name in homogeneous for name in self.joint_units]
             joint = (
                 joint.scale(own).join(other.joint.scale(others))
                 if keep_all
-                else joint.average(other.joint, own, others)
+                else joint.average(other.joint, own, others, homogeneous=extended)
             )
         return Curvature(blocks, joint, self.joint_units)
 
@@ -180,7 +185,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: bool) -> Block:
+def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: bool, homogeneous: bool) -> Block:
     if a is None or b is None:
         present: Block = b.scale(others) if a is None else a.scale(own)
         return present
@@ -190,7 +195,12 @@ def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: boo
             "estimate both the same way"
         )
     try:
-        combined: Block = a.scale(own).join(b.scale(others)) if keep_all else a.average(b, own, others)
+        if keep_all:
+            combined: Block = a.scale(own).join(b.scale(others))
+        elif isinstance(a, Kronecker):
+            combined = a.average(b, own, others, homogeneous=homogeneous)
+        else:
+            combined = a.average(b, own, others)
     except XkfacError as error:
         raise XkfacError(f"unit '{name}': {error}") from None
     return combined
