@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xkfac.errors import XkfacError
 from xkfac.factors import GROUPINGS, KFAC, Form, Grouping, Level
-from xkfac.kronecker import Block, KhatriRao, Kronecker, assemble, khatri_rao, parts
+from xkfac.kronecker import Block, KhatriRao, Kronecker, assemble, is_zero, khatri_rao, parts
 from xkfac.passes import Statistics
 
 CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
@@ -109,7 +109,7 @@ class Curvature:
     def zero_units(self) -> list[str]:
         """Return the units whose curvature is exactly zero, so that nothing protects them."""
         blocks = ((name, self.block(name)) for name in (*self.blocks, *self.joint_units))
-        return [name for name, block in blocks if block is not None and not block.diagonal().any()]
+        return [name for name, block in blocks if block is not None and is_zero(block)]
 
     def product(self, displacements: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return H v for displacements v, each [groups, rows, columns] by unit (eq. bp)."""
