@@ -28,7 +28,7 @@ from xkfac.learner import Learner
 from xkfac.likelihood import Likelihood
 from xkfac.memory import Memory
 from xkfac.merging import bind
-from xkfac.passes import Progress, batches, device_of, full_precision, norms_of, untouched, unwrap
+from xkfac.passes import Progress, batches, check_loaded, device_of, full_precision, norms_of, untouched, unwrap
 from xkfac.penalty import Penalty
 from xkfac.tasklayers import norm_state, with_norm_state
 
@@ -81,6 +81,7 @@ def calibrate(
     """
     _check(memory, rounds, steps, lr)
     model = unwrap(model)
+    check_loaded(model)
     run = forward or default_forward
     way = _Way(steps, lr, damping, seed)
     with untouched(model):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xkfac.errors import XkfacError
 from xkfac.factors import GROUPINGS, KFAC, Form, Grouping, Level
-from xkfac.kronecker import Block, KhatriRao, Kronecker, assemble, khatri_rao, parts
+from xkfac.kronecker import Block, KhatriRao, Kronecker, assemble, is_zero, khatri_rao, parts
 from xkfac.passes import Statistics
 
 CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
@@ -31,8 +31,8 @@ class Settings:
     labels: `sampled` from the model (unbiased, one backward pass a draw); `exact`, all examples and classes (for tests
         and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
         fits its training data.
-    draws: label draws a batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 a batch,
-        or one where the loader does not say its length. H'' gets one sample a draw: its rank is at most their number.
+    draws: label draws per batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 per
+        batch. H'' gets one sample per draw: its rank is at most their number.
     statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
     cross_layer: blocks between all pairs of linear units too, as a Khatri-Rao product.
     """
@@ -69,11 +69,16 @@ class Settings:
         if self.cross_layer and self.kind not in ("xkfac", "kfac"):
             raise XkfacError(f"cross_layer goes with kind 'xkfac' or 'kfac', not '{self.kind}'")
 
-    def draws_over(self, count: int | None) -> int:
-        """Return the draws a batch for a pass over `count` batches, None if unknown."""
-        if self.draws is not None:
-            return self.draws
-        return 1 if count is None else min(math.ceil(ENOUGH_DRAWS / max(count, 1)), 32)
+    @property
+    def draws_are_open(self) -> bool:
+        """Whether the number of batches decides on the number of draws."""
+        return self.draws is None and self.labels == "sampled"
+
+    def draws_over(self, count: int) -> int:
+        """Return the draws per batch for a pass over `count` batches."""
+        if not self.draws_are_open:
+            return self.draws or 1
+        return min(math.ceil(ENOUGH_DRAWS / max(count, 1)), 32)
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -101,6 +106,11 @@ class Curvature:
             return self.joint.own_block(self.joint_units.index(unit))
         return self.blocks.get(unit)
 
+    def zero_units(self) -> list[str]:
+        """Return the units whose curvature is exactly zero, so that nothing protects them."""
+        blocks = ((name, self.block(name)) for name in (*self.blocks, *self.joint_units))
+        return [name for name, block in blocks if block is not None and is_zero(block)]
+
     def product(self, displacements: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return H v for displacements v, each [groups, rows, columns] by unit (eq. bp)."""
         products = {name: block.product(displacements[name]) for name, block in self.blocks.items()}
@@ -122,7 +132,9 @@ class Curvature:
         return torch.stack([(displacements[name] * product).sum() for name, product in products.items()]).sum() / 2
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Curvature:
-        """Return the curvature on a device, in a dtype."""
+        """Return the curvature on a device, in a floating-point dtype."""
+        if dtype is not None and not dtype.is_floating_point:
+            raise XkfacError(f"a curvature has no numbers of dtype {dtype}; use torch.float32, float64 or bfloat16")
         return self._map(lambda tensor: tensor.to(device=device, dtype=dtype))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Curvature:

@@ -22,7 +22,7 @@ from xkfac.memory import Memory, estimate_for
 from xkfac.merging import Interpretation, Reading, bind
 from xkfac.merging import recentre as recentre_model
 from xkfac.methods import get_method
-from xkfac.passes import Progress, device_of, norms_of, unwrap
+from xkfac.passes import Progress, check_loaded, device_of, norms_of, unwrap
 from xkfac.penalty import Penalty
 from xkfac.stiffness import stiffness
 from xkfac.taps import Shared
@@ -68,6 +68,7 @@ class Learner:
                 raise XkfacError(f"{name} must be a number of at least 0, not {value}")
         self._wrapped = model
         self.model = unwrap(model)
+        check_loaded(self.model)
         device = device_of(self.model)
         self.memory = memory.to(device)
         self.method = memory.method

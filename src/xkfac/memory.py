@@ -103,7 +103,7 @@ class Memory:
 
     def summary(self) -> str:
         """Return a table of every parameter with its unit, kind and size, below a line on the memory itself."""
-        return f"{self!r}\n{self.coverage}"
+        return f"{self!r}\n{self.coverage.noted(self.curvature.zero_units(), 'curvature is zero')}"
 
     def save(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write the memory to a safetensors file, atomically, its curvature in `dtype`, by default in its own.

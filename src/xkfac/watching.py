@@ -100,12 +100,15 @@ def _check_readable(normed: Sequence[BoundUnit]) -> None:
 
 
 def _evaluation() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return hooks that run a BN in evaluation mode whatever its flag says, and give the flag back after it."""
+    """Return hooks that run a BN in evaluation mode whatever its flag says, and give the flag back after it.
+
+    A curvature pass, in which running statistics stand still, runs it as it wants.
+    """
     flags: list[bool] = []
 
-    def before(module: nn.Module, inputs: Any) -> None:
+    def before(module: Any, inputs: Any) -> None:
         flags.append(module.training)
-        module.training = False
+        module.training = module.training and not module.track_running_stats
 
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
         module.training = flags.pop()
