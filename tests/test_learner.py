@@ -248,6 +248,30 @@ def test_fixed_affine_keeps_gamma_and_beta_and_lets_statistics_follow():
         Learner(model, consolidate(model, data(), "fixed-affine")).begin(target(), recentre=True)
 
 
+def test_fixed_statistics_are_those_of_the_target_while_gamma_and_beta_learn():
+    model = randomise(mlp())
+    learner = Learner(model, consolidate(model, data(), "fixed-statistics"))
+    x = target()[0][0]
+    before = model.eval()(x)
+    learner.begin(target())
+    torch.testing.assert_close(model(x), before, atol=1e-4, rtol=1e-4)
+    hidden = torch.cat([model[0](x) for x, _ in target()])
+    torch.testing.assert_close(model[1].running_mean, hidden.mean(0), atol=1e-5, rtol=1e-4)
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gamma = model[1].weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in target():
+        model.train()
+        output = model(x)
+        optimizer.zero_grad()
+        learner.objective(F.cross_entropy(output, y)).backward()
+        torch.testing.assert_close(model.eval()(x), output)  # BN runs as in evaluation
+        optimizer.step()
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in model.named_buffers())
+    assert not torch.equal(model[1].weight, gamma)
+    learner.close()
+
+
 def test_fixed_bn_runs_as_in_evaluation_and_gives_flags_back_when_taken_up_twice():
     model = mlp().train()
     learner = Learner(model, consolidate(model, data(), "fixed-bn"))

@@ -29,7 +29,7 @@ class Watch:
         self.readings: dict[str, Reading] = {}
         self._blind: set[str] = set()
         self._handles: list[Any] = []
-        if method.fixed_bn:
+        if method.fixed_bn or method.fixed_statistics:
             for norm in norms_of(model).values():
                 before, after = _evaluation()
                 self._handles += [norm.register_forward_pre_hook(before), norm.register_forward_hook(after)]
