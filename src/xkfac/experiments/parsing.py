@@ -80,8 +80,9 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     for key in figures:
         _check_name(key, "figure")
     drawn = {key: _figure(key, as_table(own, f"figures.{key}"), sweeps) for key, own in figures.items()}
-    if not drawn:
-        drawn = {"accuracy": Figure("Average accuracy", lines=tuple(made))}
+    alone = tuple(name for name, line in made.items() if not line.sweep)
+    if not drawn and alone:  # sweeps have a figure of their own
+        drawn = {"accuracy": Figure("Average accuracy", lines=alone)}
     known = {f.name for f in fields(Recipe)} - {"lines", "figures", "data", "images", "tasks"}
     check_keys(table, known | set(parts), source)
     recipe: Recipe = build(
