@@ -20,6 +20,9 @@ from xkfac.methods import METHODS
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
+# Keys of lines that recorded runs still have, each with the value at which it never had an effect.
+_RETIRED = {"clip": 0.0}
+
 
 def named_recipes() -> dict[str, str]:
     """Return the text of the recipes that come with the package, by name."""
@@ -155,6 +158,7 @@ def _check_images(images: Images, targets: list[str]) -> None:
 def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mapping[str, Task] | None) -> Line:
     where = f"lines.{name}"
     _check_name(name, "line")
+    own = {key: value for key, value in own.items() if key not in _RETIRED or value != _RETIRED[key]}
     method = typed({**defaults, **own}.get("method", Line.method), str, f"{where}: method")
     known = [*METHODS, JOINT, SINGLE]
     if method not in known:
@@ -219,7 +223,7 @@ def _check_numbers(line: Line, where: str) -> None:
         raise RecipeError(f"{where}: bn_momentum must be above 0 and at most 1, not {line.bn_momentum}")
     if line.balance_every < 1:
         raise RecipeError(f"{where}: balance_every must be at least 1, not {line.balance_every}")
-    for key in ("lr", "target_lr", "lr_end", "damping", "strength", "momentum", "clip", "label_smoothing"):
+    for key in ("lr", "target_lr", "lr_end", "damping", "strength", "momentum", "label_smoothing"):
         if getattr(line, key) is not None and not 0 <= getattr(line, key) < float("inf"):
             raise RecipeError(f"{where}: {key} must be a number of at least 0, not {getattr(line, key)}")
     if not 1 <= line.lr_factor < float("inf"):

@@ -101,8 +101,7 @@ class Line:
     label, note: what figures and tables call it, and what it is. tasks: how many are learnt, one after the other.
     norm: `bn`, `brn` or `none` before each ReLU. widths: units of the hidden layers.
     epochs, batch, lr, momentum: SGD; the learning rate is divided by `lr_factor` every `lr_every` epochs, or falls to
-    `lr_end` along a half cosine where that is given. clip: the most that the norm of a step's gradient may be, 0 for
-    no limit. label_smoothing: that of the loss.
+    `lr_end` along a half cosine where that is given. label_smoothing: that of the loss.
     target_lr: the learning rate from the second task on, where it is another; at 0 BN's statistics alone move.
     early_stopping: keep the epoch that is best on the validation split of the current target.
     average: the epochs at the end whose weights are averaged, 0 for the last weights alone.
@@ -140,7 +139,6 @@ class Line:
     lr_factor: float = 10.0
     lr_end: float | None = None
     momentum: float = 0.9
-    clip: float = 0.0
     early_stopping: bool = True
     average: int = 0
     label_smoothing: float = 0.0
