@@ -61,9 +61,9 @@ def test_what_a_run_keeps_of_sweeps_is_the_recipe():
     assert parse(made.to_toml(), "other.toml") == made
 
 
-def test_settings_change_sweeps_of_the_same_key_alone():
+def test_settings_for_all_lines_change_sweeps_of_the_same_key_alone():
     made = parse(TEXT, "mine.toml", ["defaults.sweep=[1]", "lines.plain.sweep={ lr = [0.3] }"])
-    assert list(made.lines) == ["kfac-x1", "ewc-x1", "plain-lr0.3", "once-x1", "single"]
+    assert list(made.lines) == ["kfac-x1", "ewc-x1", "plain-lr0.3", "once", "single"]
     without = list(parse(TEXT, "mine.toml", ["defaults.sweep=[]"]).lines)
     assert without == ["kfac", "ewc", "plain-lr0.5", "plain-lr1e-05", "once", "single"]
 

@@ -49,7 +49,7 @@ def estimate_statistics(
         norm.momentum, norm.training = None, True  # None: all batches count alike
     # In the order of a tree a batch would have few classes, and too small a variance.
     order = torch.randperm(len(pictures), generator=stream("statistics"), device="cpu")
-    for index in order.split(_BATCH):
+    for index in torch.split(order, _BATCH):
         if len(index) > 1 or len(order) == 1:
             network(plain(pictures.x[index]).to(device))
     save_source(network, output, _TASK, facts)

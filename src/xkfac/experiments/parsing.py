@@ -293,8 +293,8 @@ def _apply(table: dict[str, Any], setting: str) -> None:
 
 
 def _same_sweep(key: str, line: Mapping[str, Any], value: Any) -> bool:
-    """Return False where a setting for all lines gives strengths and a line has a sweep of its learning rate."""
-    return key != "sweep" or swept_key(line["sweep"]) == swept_key(value)
+    """Return False where a setting gives all lines a sweep and one has a sweep of something else, or wants none."""
+    return key != "sweep" or (bool(line["sweep"]) and swept_key(line["sweep"]) == swept_key(value))
 
 
 def _path(text: str, lines: Iterable[str]) -> list[str]:
