@@ -16,6 +16,7 @@ from xkfac.branches import Branch
 from xkfac.calibration import Strength, strength_of
 from xkfac.errors import MismatchError, XkfacError
 from xkfac.fused import FusedPenalty, accumulate
+from xkfac.hooks import Hook
 from xkfac.implicit import Implicit
 from xkfac.likelihood import Likelihood, get_likelihood
 from xkfac.memory import Memory, estimate_for
@@ -95,8 +96,7 @@ class Learner:
         self._watch = Watch(self.model, self.method, self._bound, branch)
         self._forks: Any = None
         if branch is not None:
-            # A function, which a copy of the model shares; of a method it would copy the object, stream and all.
-            self._forks = self.model.register_forward_pre_hook(lambda module, inputs: branch.begin(module))
+            self._forks = self.model.register_forward_pre_hook(Hook(lambda module, inputs: branch.begin(module)))
 
     def _fork(self) -> Branch | None:
         """Return a branch that forks where a forward pass begins, where the method has work for it."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from xkfac.branches import Branch
 from xkfac.errors import XkfacError
+from xkfac.hooks import Hook
 from xkfac.merging import BoundUnit, Reading
 from xkfac.methods import Method
 from xkfac.passes import norms_of
@@ -32,7 +33,7 @@ class Watch:
         if method.fixed_bn:
             for norm in norms_of(model).values():
                 before, after = _evaluation()
-                self._handles += [norm.register_forward_pre_hook(before), norm.register_forward_hook(after)]
+                self._handles += [norm.register_forward_pre_hook(Hook(before)), norm.register_forward_hook(Hook(after))]
         elif method.interpretation != "eval":
             normed = [one for one in bound.values() if one.norm is not None]
             _check_readable(normed)
