@@ -176,9 +176,12 @@ class Learner:
 
         A BN that did not run in training mode since the last call is read with its population statistics.
         """
+        return self._penalty_of(None)
+
+    def _penalty_of(self, loss: Tensor | None) -> Tensor:
         if self._fused is None:
             return torch.zeros((), device=device_of(self.model))
-        readings, branch = self._watch.taken()
+        readings, branch = self._watch.taken(None if torch.compiler.is_compiling() else loss)
         if not torch.compiler.is_compiling():
             return self._fused(readings, branch)
         # A compiler fuses by itself, if it sees the single operations.
@@ -193,7 +196,7 @@ class Learner:
         BN's statistics with gradients disabled.
         """
         self._check_step()
-        penalty = self.penalty()
+        penalty = self._penalty_of(loss)
         self.last_penalty = penalty.detach()
         source, target = self._factors()
         if self.balance is None:
@@ -213,7 +216,7 @@ class Learner:
             return
         self._check_step()
         source, target = self._factors()
-        readings, branch = self._watch.taken()
+        readings, branch = self._watch.taken(loss)
         penalty, found = self._fused.value_and_gradients(readings, source, branch)
         own = [pair for pair in found if pair[0].is_leaf]
         made = [pair for pair in found if not pair[0].is_leaf]
