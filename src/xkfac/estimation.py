@@ -109,7 +109,7 @@ def estimate(
         forward or default_forward,
         dtype or _wide_dtype(model),
         seed,
-        lambda batch: find_units(model, batch, **finding, forward=forward, synchronised=run.processes is not None),
+        lambda batch: find_units(model, batch, **finding, forward=run.checked, synchronised=run.processes is not None),
         graph,
         processes_of(model),
     )
@@ -166,6 +166,13 @@ class _Run:
             self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
         if self.coupling is not None and self.graph:
             raise XkfacError("graph=True cannot record what SyncBatchNorm layers send to other processes; leave it out")
+
+    def checked(self, model: nn.Module, batch: Any) -> Tensor:
+        """Run the model on a batch, and check that its output is one of the likelihood's."""
+        output = self.forward(model, batch)
+        if isinstance(output, Tensor):
+            self.likelihood.check(output)
+        return output
 
     def finished(self, collectors: Collectors, examples: int, *, decompose: bool = False) -> Curvature:
         """Return the curvature of a pass over so many examples, with `decompose` in its eigenbasis."""

@@ -49,6 +49,15 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def widest_dtype(model: nn.Module) -> torch.dtype:
+    """Return the widest dtype of a model's floating-point parameters, float32 at least."""
+    dtype = torch.float32
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
+
+
 def full_precision(device: torch.device) -> torch.autocast:
     """Return a context in which no matrix product is rounded to a reduced precision by autocast."""
     return torch.autocast(device.type, enabled=False)
@@ -92,7 +101,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         if hasattr(module, name)
     ]
     needs_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    with _same_random_state(), _as_written(), torch.inference_mode(False):
+    with same_random_state(), _as_written(), torch.inference_mode(False):
         try:
             yield
         finally:
@@ -120,7 +129,8 @@ def _as_written() -> Iterator[None]:
 
 
 @contextmanager
-def _same_random_state() -> Iterator[None]:
+def same_random_state() -> Iterator[None]:
+    """Restore the global random state on leaving."""
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy else None

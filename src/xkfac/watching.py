@@ -21,7 +21,8 @@ from xkfac.taps import Tap
 class Watch:
     """Keeps the readings of the BN layers of units since they were last taken, by unit.
 
-    A pass without gradients, as a validation or a teacher makes it, does not count beside one with gradients. Under the interpretation eval nothing is read, and fixed BN runs in evaluation mode whatever its flag says.
+    A pass without gradients, as a validation or a teacher makes it, does not count beside one with gradients. Under the
+    interpretation eval nothing is read, and fixed BN runs in evaluation mode whatever its flag says.
 
     Raises XkfacError for a BN whose statistics one process cannot read.
     """

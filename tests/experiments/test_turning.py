@@ -32,6 +32,7 @@ def trained(part, norm="bn", tasks=1, **method):
     memory = consolidate(model, loader, **method)
     for _ in range(tasks - 1):
         with Learner(model, memory) as learner:
+            learner.penalty()
             memory = learner.finish([(x.flip(1), y) for x, y in loader])
     return model, memory
 
