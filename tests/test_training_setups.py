@@ -61,10 +61,12 @@ def test_a_compiled_step(interpretation):
     def objective(x, y):
         return learner.objective(F.cross_entropy(model(x), y))
 
+    assert not learner.state_dict()["stepped"]
     for x, y in target():
         model.zero_grad()
         value = objective(x, y)
         value.backward()
+        assert learner.state_dict()["stepped"]
         wanted_value, wanted = gradients(other, eager, (x, y))
         torch.testing.assert_close(value.detach(), wanted_value)
         assert_same({name: parameter.grad for name, parameter in model.named_parameters()}, wanted)

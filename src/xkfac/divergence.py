@@ -56,9 +56,9 @@ class Monitor:
         if radius is None or self._warned or not undamped > radius:
             return
         self._warned = True
-        times = f"{undamped / radius:.2g} times " if radius else ""
+        times = f"{undamped / radius:.2g} times" if radius else "beyond"
         warnings.warn(
-            f"the penalty without damping is {undamped:.2g}, {times}beyond the radius {radius:.2g} up to which its "
+            f"the penalty without damping is {undamped:.2g}, {times} the radius {radius:.2g} up to which its "
             "calibration follows the real loss, so the past may be forgotten more than the penalty says; a larger "
             "strength, or fewer or shorter steps, stay nearer to it",
             XkfacWarning,
