@@ -128,6 +128,17 @@ def default_forward(model: nn.Module, batch: Any) -> Tensor:
     return output
 
 
+def unknown_forward(model: nn.Module, batch: Any) -> Tensor:
+    """Stand for the `forward` of a memory that was read from a file, which cannot hold it.
+
+    Raises XkfacError, since to read batches in another way than the memory's could go unnoticed.
+    """
+    raise XkfacError(
+        "the memory was made with a forward function, which its file cannot hold; pass forward=... again to Learner or "
+        "calibrate, forward=lambda model, batch: model(batch[0]) if batches are (inputs, labels) now"
+    )
+
+
 def _call_by_key(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     if not inputs:
         raise XkfacError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -152,6 +152,15 @@ class Curvature:
         if self.joint is not None:
             yield from ((" and ".join(self.joint_units), tensor) for tensor in parts(self.joint).values())
 
+    def without(self, units: Collection[str]) -> Curvature:
+        """Return the curvature of all other units."""
+        blocks = {name: block for name, block in self.blocks.items() if name not in units}
+        places = [place for place, name in enumerate(self.joint_units) if name not in units]
+        if self.joint is None or len(places) == len(self.joint_units):
+            return Curvature(blocks, self.joint, self.joint_units)
+        joint = _cut(self.joint, places) if places else None
+        return Curvature(blocks, joint, tuple(self.joint_units[place] for place in places))
+
     def extend(
         self, other: Curvature, own: float, others: float, *, homogeneous: Container[str], keep_all: bool = False
     ) -> Curvature:
@@ -178,6 +187,25 @@ class Curvature:
                 else joint.average(other.joint, own, others, homogeneous=extended)
             )
         return Curvature(blocks, joint, self.joint_units)
+
+
+def _cut(joint: KhatriRao, places: Sequence[int]) -> KhatriRao:
+    """Return the blocks between the units at some places alone."""
+    chosen = []
+    for sizes in (joint.columns, joint.rows):
+        starts = [sum(sizes[:place]) for place in places]
+        pairs = zip(starts, places, strict=True)
+        chosen.append([index for start, place in pairs for index in range(start, start + sizes[place])])
+    columns, rows = chosen
+    terms = [
+        replace(
+            term,
+            left=term.left[:, :, columns] if term.low_rank else term.left[:, columns][:, :, columns],
+            right=term.right[:, rows][:, :, rows],
+        )
+        for term in joint.terms
+    ]
+    return KhatriRao(tuple(terms), *(tuple(sizes[place] for place in places) for sizes in (joint.rows, joint.columns)))
 
 
 def is_finite(tensor: Tensor) -> bool:

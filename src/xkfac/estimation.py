@@ -48,6 +48,7 @@ from xkfac.passes import (
     set_mode,
     untouched,
     unwrap,
+    widest_dtype,
 )
 from xkfac.pooling import Coupling, SharedMoments, coupling_of
 from xkfac.processes import Processes, processes_of
@@ -107,9 +108,9 @@ def estimate(
         settings,
         get_likelihood(likelihood),
         forward or default_forward,
-        _checked(dtype) or _wide_dtype(model),
+        _checked(dtype) or widest_dtype(model),
         seed,
-        lambda batch: find_units(model, batch, **finding, forward=forward, synchronised=run.processes is not None),
+        lambda batch: find_units(model, batch, **finding, forward=run.checked, synchronised=run.processes is not None),
         graph,
         processes_of(model),
     )
@@ -155,11 +156,6 @@ def _checked(dtype: Any) -> torch.dtype | None:
     raise XkfacError(f"dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64")
 
 
-def _wide_dtype(model: nn.Module) -> torch.dtype:
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
 @dataclass
 class _Run:
     """One estimate: passes over the data with collectors for the units."""
@@ -187,6 +183,13 @@ class _Run:
             self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
         if self.coupling is not None and self.graph:
             raise XkfacError("graph=True cannot record what SyncBatchNorm layers send to other processes; leave it out")
+
+    def checked(self, model: nn.Module, batch: Any) -> Tensor:
+        """Run the model on a batch, and check that its output is one of the likelihood's."""
+        output = self.forward(model, batch)
+        if isinstance(output, Tensor):
+            self.likelihood.check(output)
+        return output
 
     def finished(self, collectors: Collectors, examples: int, *, decompose: bool = False) -> Curvature:
         """Return the curvature of a pass over so many examples, with `decompose` in its eigenbasis."""

@@ -45,6 +45,9 @@ class Likelihood(ABC):
     def check_labels(self, labels: Tensor, shape: torch.Size) -> None:  # noqa: B027
         """Raise XkfacError for true labels that outputs of a shape [N, ...] cannot have; the default takes all."""
 
+    def check(self, output: Tensor) -> None:  # noqa: B027 -- a subclass need not check anything
+        """Raise XkfacError for an output that is none of this likelihood's; called once per pass."""
+
     def score(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return d(sum_n L_n)/d output, shaped as `output`."""
         with torch.enable_grad():
@@ -77,6 +80,15 @@ class Categorical(Likelihood):
                 "likelihood='bernoulli' if it is the logit of a yes, 'gaussian' if it is a number"
             )
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+
+    def check(self, output: Tensor) -> None:
+        """Raise XkfacError for probabilities, whose softmax is another distribution."""
+        flat = self._flat(output.detach())
+        if flat.shape[1] > 1 and bool((flat >= 0).all()) and bool(((flat.sum(1) - 1).abs() < 1e-3).all()):
+            raise XkfacError(
+                "the outputs of the network are probabilities, and the categorical likelihood takes logits; leave the "
+                "softmax out of the network, and give the logits to F.cross_entropy as well"
+            )
 
     def predictions(self, output: Tensor) -> int:
         """Return the number of positions."""

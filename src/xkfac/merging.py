@@ -85,8 +85,8 @@ class BoundUnit:
     def _check(self, what: str, memory: Iterable[int], model: Iterable[int]) -> None:
         if tuple(memory) != tuple(model):
             raise MismatchError(
-                f"unit '{self.unit.name}': the memory's {what} is {_times(memory)}, the model's {_times(model)}; is "
-                "this the network that the memory was made from?"
+                f"unit '{self.unit.name}': the memory's {what} is {_times(memory)}, the model's {_times(model)}; load "
+                f"the memory's network, or leave a head that has changed out: memory.without('{self.unit.name}')"
             )
 
     @property

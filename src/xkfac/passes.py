@@ -60,6 +60,15 @@ def check_loaded(model: nn.Module) -> None:
             )
 
 
+def widest_dtype(model: nn.Module) -> torch.dtype:
+    """Return the widest dtype of a model's floating-point parameters, float32 at least."""
+    dtype = torch.float32
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
+
+
 def full_precision(device: torch.device) -> torch.autocast:
     """Return a context in which no matrix product is rounded to a reduced precision by autocast."""
     return torch.autocast(device.type, enabled=False)
@@ -203,6 +212,16 @@ def _random_state() -> tuple[Any, ...]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     own = [(device, torch.cuda.get_rng_state(device)) for device in devices]
     return random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state(), own
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Restore the global random state on leaving."""
+    before = _random_state()
+    try:
+        yield
+    finally:
+        _set_random_state(before)
 
 
 def _set_random_state(state: tuple[Any, ...]) -> None:

@@ -28,6 +28,9 @@ from xkfac.tracing import Call, Convolution, Trace, read_call
 
 Kind = Literal["linear", "conv", "norm", "unmerged", "free"]
 
+UNSEEN = "not seen in the forward pass"
+"""The note on a parameter that the discovery pass did not use."""
+
 _SAME_TENSOR = (Tensor.contiguous, Tensor.to, Tensor.float, Tensor.double, Tensor.type_as)
 
 
@@ -200,6 +203,22 @@ def find_units(
     across processes, called more than once, with a gamma or beta that is transformed or shared, or with a first
     dimension that is not the batch.
     """
+    return discover(
+        model, batch, merge=merge, units=units, exclude=exclude, forward=forward, synchronised=synchronised
+    )[0]
+
+
+def discover(
+    model: nn.Module,
+    batch: Any,
+    *,
+    merge: bool,
+    units: bool,
+    exclude: Iterable[str],
+    forward: Forward | None,
+    synchronised: bool,
+) -> tuple[Coverage, dict[str, int]]:
+    """Do what `find_units` does; return also the first dimension of the input of every weight that linear maps use."""
     model = unwrap(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -219,7 +238,8 @@ def find_units(
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     # A BN without gamma and beta has no place among the parameters; where it is a unit by itself, it comes last.
     found.sort(key=lambda unit: min((order[name] for name in parameters_of(model, unit)), default=len(order)))
-    return Coverage(tuple(found), tuple(_rows(model, found, excluded, set(trace.users))))
+    coverage = Coverage(tuple(found), tuple(_rows(model, found, excluded, set(trace.users))))
+    return coverage, {weight: layer.calls[0].input.shape[0] for weight, layer in trace.layers.items()}
 
 
 def parameters_of(model: nn.Module, unit: Unit) -> tuple[str, ...]:
@@ -353,7 +373,7 @@ def _rows(model: nn.Module, units: list[Unit], excluded: set[str], used: set[str
     owner = {name: unit for unit in units for name in parameters_of(model, unit)}
     for name, parameter in model.named_parameters():
         unit = owner.get(name)
-        note = "" if name in used else "not seen in the forward pass"
+        note = "" if name in used else UNSEEN
         if unit is None:
             yield Row(name, "-", "excluded", parameter.numel(), note)
             continue
