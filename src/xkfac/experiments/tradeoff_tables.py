@@ -200,7 +200,7 @@ def tradeoffs_html(found: Tradeoffs) -> str:
     caption = (
         f"Trade-off of each method: at least so much of the accuracy on {text(found.source)} is kept, and what is then "
         "reached at best along the curve through its points, mean ± one standard deviation over repeats. The area is "
-        "that below this, over 0 to 100% kept, 1 at most; nothing is extrapolated."
+        "that below this, over 0 to 100% kept, 1 where the ceilings are reached throughout; nothing is extrapolated."
         + (f" Ceilings: {tops}, chosen on validation images." if tops else "")
     )
     body = []
