@@ -59,7 +59,7 @@ class StepGuard:
         """Look at gradients when the backward pass of a penalty comes, unless the share of a step is given."""
         accumulation = self._accumulation
         if share is None and accumulation.looks and penalty.requires_grad:
-            penalty.register_hook(lambda _: accumulation.before_backward())
+            penalty.register_hook(lambda _: accumulation.before_backward())  # type: ignore[no-untyped-call]
 
     def before_backward(self, share: float | None) -> None:
         """Look at gradients, since a backward pass is about to begin."""
