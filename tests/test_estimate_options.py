@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import xkfac
-from xkfac.precision import cpu_has_bfloat16, rounds_rows
 
 
 def net(features=4, classes=3):
@@ -42,7 +41,7 @@ def test_batches_of_any_kind_give_the_same_factors():
     same(xkfac.estimate(model, deep, draws=1, forward=lambda m, b: m(b["image"]["deep"])), reference)
 
 
-@pytest.mark.parametrize(("batches", "draws"), [(1, 32), (16, 32), (100, 6), (512, 1), (2000, 1), (None, 1)])
+@pytest.mark.parametrize(("batches", "draws"), [(1, 32), (16, 32), (100, 6), (512, 1), (2000, 1)])
 def test_few_batches_get_several_draws(batches, draws):
     assert xkfac.Settings().draws_over(batches) == draws
     assert xkfac.Settings(draws=3).draws_over(batches) == 3
@@ -51,7 +50,7 @@ def test_few_batches_get_several_draws(batches, draws):
 def test_draws_left_open_make_up_for_few_batches():
     model, x = net(), torch.randn(8, 4)
     same(xkfac.estimate(model, [x]), xkfac.estimate(model, [x], draws=32), rtol=0, atol=0)
-    same(xkfac.estimate(model, iter([x])), xkfac.estimate(model, [x], draws=1), rtol=0, atol=0)
+    same(xkfac.estimate(model, iter([x])), xkfac.estimate(model, [x], draws=32), rtol=0, atol=0)
     many = xkfac.estimate(model, [x] * 100, max_batches=2)
     same(many, xkfac.estimate(model, [x] * 2, draws=32), rtol=0, atol=0)
     _, coarse = xkfac.estimate(model, [x], draws=1, form="paper").curvature.blocks["0"].terms
@@ -254,8 +253,9 @@ def test_a_network_that_changes_its_path_is_refused():
 
 
 def test_cross_layer_blocks_refuse_layers_of_several_positions():
-    with pytest.raises(xkfac.UnitError, match="unit '0' has 4 positions an example"):
-        xkfac.estimate(nn.Sequential(nn.Linear(3, 2), nn.Flatten()), [torch.randn(2, 4, 3)], cross_layer=True)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Flatten(), nn.Linear(8, 3))
+    with pytest.raises(xkfac.UnitError, match="of one position per example, and unit '0' has 4, '1' has 4; exclude"):
+        xkfac.estimate(net, [torch.randn(2, 4, 3)], cross_layer=True)
 
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -296,34 +296,8 @@ def test_a_bn_that_splits_its_batch_is_refused():
         {"kind": "kfac", "form": "paper"},
         {"kind": "diagonal", "grouping": "pooled"},
         {"kind": "corrected", "grouping": "pooled"},
-        {"basis": "factors"},
     ],
 )
 def test_options_without_effect_are_refused(options):
     with pytest.raises(xkfac.XkfacError, match="has no effect on kind"):
         xkfac.estimate(net(), [torch.randn(8, 4)], **options)
-
-
-def test_rounded_input_factors_are_near_the_exact_ones_and_the_memory_says_so(tmp_path):
-    """Where nothing rounds faster, rounding does nothing; the setting is kept all the same."""
-    torch.manual_seed(0)
-    wide = nn.Sequential(nn.Linear(300, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
-    batches = [torch.randn(64, 300) + 1 for _ in range(5)]
-    exact, rounded = (xkfac.consolidate(wide, batches, rounded=asked, draws=4, seed=1) for asked in (False, True))
-    moved = {name: torch.randn_like(anchor) for name, anchor in exact.anchor.items()}
-    for name, block in exact.curvature.blocks.items():
-        ours, theirs = rounded.curvature.blocks[name].product(moved[name]), block.product(moved[name])
-        assert (ours - theirs).norm() < 2e-3 * theirs.norm()
-    different = not torch.equal(*(m.curvature.blocks["0"].terms[0].left for m in (exact, rounded)))
-    assert different == cpu_has_bfloat16()
-    assert torch.equal(*(m.curvature.blocks["0"].terms[0].right for m in (exact, rounded)))
-    rounded.save(tmp_path / "memory.safetensors")
-    assert xkfac.Memory.load(tmp_path / "memory.safetensors").method.settings.rounded
-    assert not rounds_rows(torch.zeros(4, 300))  # outside of the pass
-
-
-def test_rounding_is_refused_where_it_means_nothing():
-    with pytest.raises(xkfac.XkfacError, match="rounded=True has no effect on kind 'diagonal'; leave it out"):
-        xkfac.Settings("diagonal", rounded=True)
-    with pytest.raises(xkfac.XkfacError, match="rounded is 'yes'; it must be True or False"):
-        xkfac.Settings(rounded="yes")

@@ -173,7 +173,8 @@ def test_finish_extends_the_memory_and_removes_all_hooks(keep):
     got = new.curvature.quadratic(v)
     if keep == "all":
         torch.testing.assert_close(got, (before.curvature.quadratic(v) + fresh.quadratic(v)) / 2)
-    averaged = before.curvature.extend(fresh, 0.5, 0.5, keep_all=keep == "all").quadratic(v)
+    homogeneous = {unit.name for unit in new.units if unit.homogeneous}
+    averaged = before.curvature.extend(fresh, 0.5, 0.5, homogeneous=homogeneous, keep_all=keep == "all").quadratic(v)
     torch.testing.assert_close(got, averaged)
     with pytest.raises(XkfacError, match="it must be 'average' or 'all'"):
         learner.finish(target(), keep="some")
@@ -229,6 +230,50 @@ def test_fixed_bn_is_fixed_bit_by_bit(decay):
     assert not any(module.training for module in model.modules())
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     assert flags == {name: name != "4.bias" for name in flags}
+
+
+def test_fixed_affine_keeps_gamma_and_beta_and_lets_statistics_follow():
+    model = randomise(mlp())
+    learner = Learner(model, consolidate(model, data(), "fixed-affine"))
+    learner.begin()
+    kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.dim() == 1 and not p.requires_grad}
+    mean = model[1].running_mean.clone()
+    assert {"1.weight", "1.bias"} <= set(kept)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    for x, y in target():
+        optimizer.zero_grad()
+        learner.objective(F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in kept.items())
+    assert not torch.equal(model[1].running_mean, mean)
+    learner.close()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(XkfacError, match="method 'fixed-affine' keeps gamma and beta where they are"):
+        Learner(model, consolidate(model, data(), "fixed-affine")).begin(target(), recentre=True)
+
+
+def test_fixed_statistics_are_those_of_the_target_while_gamma_and_beta_learn():
+    model = randomise(mlp())
+    learner = Learner(model, consolidate(model, data(), "fixed-statistics"))
+    x = target()[0][0]
+    before = model.eval()(x)
+    learner.begin(target())
+    torch.testing.assert_close(model(x), before, atol=1e-4, rtol=1e-4)
+    hidden = torch.cat([model[0](x) for x, _ in target()])
+    torch.testing.assert_close(model[1].running_mean, hidden.mean(0), atol=1e-5, rtol=1e-4)
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gamma = model[1].weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in target():
+        model.train()
+        output = model(x)
+        optimizer.zero_grad()
+        learner.objective(F.cross_entropy(output, y)).backward()
+        torch.testing.assert_close(model.eval()(x), output)  # BN runs as in evaluation
+        optimizer.step()
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in model.named_buffers())
+    assert not torch.equal(model[1].weight, gamma)
+    learner.close()
 
 
 def test_fixed_bn_runs_as_in_evaluation_and_gives_flags_back_when_taken_up_twice():

@@ -44,6 +44,17 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
+def cloned(value: Any) -> Any:
+    """Return the nested structure `value` of lists, tuples and dicts with copies of its tensors, else itself."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {key: cloned(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(cloned, value))
+    return type(value)(map(cloned, value)) if type(value) in (list, tuple) else value
+
+
 def inputs_of(batch: Any) -> Any:
     """Return the part of a batch that the model takes.
 

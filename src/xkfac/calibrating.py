@@ -29,7 +29,7 @@ from xkfac.learner import Learner
 from xkfac.likelihood import Likelihood
 from xkfac.memory import Memory
 from xkfac.merging import bind
-from xkfac.passes import Progress, batches, device_of, full_precision, norms_of, untouched, unwrap
+from xkfac.passes import Progress, batches, check_loaded, device_of, full_precision, norms_of, untouched, unwrap
 from xkfac.penalty import Penalty
 from xkfac.tasklayers import norm_state, with_norm_state
 
@@ -83,6 +83,7 @@ def calibrate(
     """
     _check(memory, rounds, steps, lr)
     model = unwrap(model)
+    check_loaded(model)
     memory = with_options(memory, forward=forward)
     run = memory.forward or default_forward
     way = _Way(steps, lr, damping, seed)

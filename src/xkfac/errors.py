@@ -22,4 +22,4 @@ class MemoryFileError(XkfacError):
 
 
 class XkfacWarning(UserWarning):
-    """Something that can be meant, but more often is not."""
+    """Something that a user should know and that is no error."""

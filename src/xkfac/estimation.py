@@ -7,9 +7,10 @@ H'' = E[(sum_m G_m)(sum_m G_m)^T] / N, inter-example terms of BN included.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,9 @@ from xkfac.collecting import (
     UnmergedCollector,
 )
 from xkfac.cotangents import Cotangents
-from xkfac.curvature import Basis, Curvature, CurvatureKind, Labels, Settings
-from xkfac.errors import XkfacError
+from xkfac.curvature import Curvature, CurvatureKind, Labels, Settings
+from xkfac.draws import Draws
+from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.factors import Form, Grouping, Moments
 from xkfac.graphs import Replayed
 from xkfac.kronecker import Corrected
@@ -40,15 +42,15 @@ from xkfac.passes import (
     Progress,
     Statistics,
     batches,
-    count_batches,
+    check_loaded,
     device_of,
     full_precision,
     set_mode,
     untouched,
     unwrap,
+    widest_dtype,
 )
 from xkfac.pooling import Coupling, SharedMoments, coupling_of
-from xkfac.precision import rounding
 from xkfac.processes import Processes, processes_of
 from xkfac.sharing import Outcome, agreed, finished
 from xkfac.units import Coverage, Unit, as_patterns, find_units
@@ -74,8 +76,6 @@ def estimate(
     draws: int | None = None,
     statistics: Statistics = "batch",
     cross_layer: bool = False,
-    basis: Basis = "gradients",
-    rounded: bool = False,
     likelihood: str | Likelihood = "categorical",
     merge: bool = True,
     units: bool = True,
@@ -89,7 +89,7 @@ def estimate(
 ) -> Estimate:
     """Estimate the curvature of `model` on the data of `loader`; the model is left as it was, bit by bit.
 
-    `kind` to `rounded` are explained at `Settings`; `merge`, `units`, `exclude` and `forward` at `find_units`.
+    `kind` to `cross_layer` are explained at `Settings`; `merge`, `units`, `exclude` and `forward` at `find_units`.
     Factors are accumulated in `dtype`, float32 unless the model is float64, also under autocast. `seed` fixes the
     labels that are drawn, batch by batch. With `graph` the work of a batch is recorded as a CUDA graph and replayed for
     all batches of the same shape, which pays on a GPU for small networks. The network runs in evaluation mode but for
@@ -100,14 +100,15 @@ def estimate(
 
     Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
     """
-    settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer, basis, rounded)
+    settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer)
     finding: dict[str, Any] = {"merge": merge, "units": units, "exclude": as_patterns(exclude)}
+    check_loaded(unwrap(model))
     run = _Run(
         unwrap(model),
         settings,
         get_likelihood(likelihood),
         forward or default_forward,
-        dtype or _wide_dtype(model),
+        _checked(dtype) or widest_dtype(model),
         seed,
         lambda batch: find_units(model, batch, **finding, forward=run.checked, synchronised=run.processes is not None),
         graph,
@@ -116,7 +117,7 @@ def estimate(
     if graph and device_of(run.model).type != "cuda":
         raise XkfacError("graph=True needs the model on a CUDA device; leave it out")
     run.join(finding)
-    with untouched(run.model), rounding(rounded):
+    with untouched(run.model):
         feed = {"max_batches": max_batches, "progress": progress}
         collectors, examples = run.over(loader, run.first_collector, **feed)
         curvature = run.finished(collectors, examples, decompose=kind == "corrected")
@@ -132,12 +133,27 @@ def estimate(
                 )
             curvature = run.finished(collectors, examples)
     assert run.coverage is not None
+    if run.processes is None or run.processes.rank == 0:
+        _warn_of_zero(curvature.zero_units())
     return Estimate(curvature, run.coverage, examples)
 
 
-def _wide_dtype(model: nn.Module) -> torch.dtype:
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+def _warn_of_zero(zero: list[str]) -> None:
+    """Warn of units whose curvature is exactly zero, whatever the reason."""
+    if zero:
+        names = ", ".join(f"'{name}'" for name in zero[:8]) + (f" and {len(zero) - 8} more" if len(zero) > 8 else "")
+        warnings.warn(
+            f"the curvature is exactly zero, so that nothing is protected, in {names}; see that the output of the "
+            "network depends on this and is not saturated, or exclude it",
+            XkfacWarning,
+            stacklevel=3,
+        )
+
+
+def _checked(dtype: Any) -> torch.dtype | None:
+    if dtype in (None, torch.float32, torch.float64):
+        return dtype  # type: ignore[no-any-return]
+    raise XkfacError(f"dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64")
 
 
 @dataclass
@@ -155,6 +171,7 @@ class _Run:
     processes: Processes | None = None
     coupling: Coupling | None = None
     coverage: Coverage | None = None
+    draws: Draws = field(init=False)
 
     def join(self, finding: dict[str, Any]) -> None:
         """Make sure that the processes of a shared pass mean the same one."""
@@ -188,7 +205,7 @@ class _Run:
         """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""
         if self.settings.kind == "diagonal":
             return SquareCollector(unit, self.dtype)
-        if self.settings.kind == "corrected" and self.settings.basis == "gradients":
+        if self.settings.kind == "corrected":
             return MarginalCollector(unit, self.dtype)
         return FactorCollector(unit, self.dtype, self._moments(unit.name))
 
@@ -207,16 +224,18 @@ class _Run:
             error = caught
         if self.processes is None:
             assert own is not None
+            self.draws.check([own.batches])
             return own, own.examples
-        outcome = Outcome(0 if own is None else own.examples, None if own is None else self.coverage)
+        outcome = Outcome() if own is None else Outcome(own.batches, own.examples, self.coverage)
         if error is not None:
             outcome.error = str(error)
         try:
-            self.coverage, examples = agreed(self.processes, outcome)
+            self.coverage, batches, examples = agreed(self.processes, outcome)
         except XkfacError:
             if error is not None:
                 raise error from None
             raise
+        self.draws.check(batches)
         return own or self._collectors(collector), examples
 
     def _over(
@@ -229,11 +248,13 @@ class _Run:
         rank, ranks = 0, 1
         if self.processes is not None and self.coupling is None:
             rank, ranks = self.processes.rank, self.processes.size
-        cotangents.draws = self.settings.draws_over(self._count(loader, feed["max_batches"]))
+        self.draws = Draws(self.settings, self.processes, self.coupling)
+        counted = self.draws.decide(loader, feed["max_batches"])
+        cotangents.draws = self.draws.per_batch
         capture: Capture | None = None
         mode: Statistics | None = None
         work: Callable[[Any], None]
-        for place, (size, batch) in enumerate(self._steps(loader, device, **feed)):
+        for place, (size, batch) in enumerate(self._steps(counted, device, **feed)):
             if self.coverage is None:
                 self.coverage = self.find(batch)
             if capture is None:
@@ -247,20 +268,14 @@ class _Run:
             if mode != (mode := self.settings.statistics if coupled > 1 else "population"):
                 set_mode(self.model, mode)
             cotangents.begin_batch(place * ranks + rank)
+            cotangents.check(batch)
             work(batch)
+            capture.collectors.batches += 1
             capture.collectors.examples += size
         if capture is None:
             return None
         capture.forget()
         return capture.collectors
-
-    def _count(self, loader: Iterable[Any], max_batches: int | None) -> int | None:
-        """Return how many batches the pass will have, None if unknown; coupled processes have parts of the same."""
-        count = count_batches(loader, max_batches)
-        if self.processes is None:
-            return count
-        counts = self.processes.gathered(-1 if count is None else count)
-        return None if -1 in counts else max(counts) if self.coupling is not None else sum(counts)
 
     def _steps(self, loader: Iterable[Any], device: torch.device, **feed: Any) -> Iterator[tuple[int, Any]]:
         if self.processes is None:

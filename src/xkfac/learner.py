@@ -24,7 +24,7 @@ from xkfac.memory import Memory
 from xkfac.merging import Interpretation, Reading, bind
 from xkfac.merging import recentre as recentre_model
 from xkfac.methods import get_method
-from xkfac.passes import Progress, device_of, norms_of, same_random_state, unwrap, widest_dtype
+from xkfac.passes import Progress, check_loaded, device_of, norms_of, same_random_state, unwrap, widest_dtype
 from xkfac.penalty import Penalty
 from xkfac.step_guard import StepGuard
 from xkfac.stiffness import stiffness
@@ -71,6 +71,7 @@ class Learner:
                 raise XkfacError(f"{name} must be a number of at least 0, not {value}")
         self._wrapped = model
         self.model = unwrap(model)
+        check_loaded(self.model)
         device = device_of(self.model)
         self.memory = with_options(memory.to(device), exclude=exclude, forward=forward)
         self.method = memory.method
@@ -160,7 +161,7 @@ class Learner:
             raise XkfacError("this learner is closed and its hooks are gone; make a new Learner for the next task")
 
     def _start(self) -> None:
-        if self.method.fixed_bn and not self._begun:
+        if (self.method.fixed_bn or self.method.fixed_affine) and not self._begun:
             affine = [p for norm in norms_of(self.model).values() for p in norm.parameters(recurse=False)]
             self._frozen = [(parameter, parameter.requires_grad) for parameter in affine]
             for parameter in affine:

@@ -77,9 +77,7 @@ class Memory:
         return replace(self, anchor=anchor, curvature=self.curvature.to(device, dtype))
 
     def without(self, *patterns: str) -> Memory:
-        """Return the memory without the units that patterns match, such as "head*"; these are excluded from then on.
-
-        For heads that were not left out when the memory was made: they are free to be replaced then.
+        """Return the memory without the units that patterns match, such as "head*", which are excluded from then on.
 
         Raises UnitError for a pattern that matches no unit, or a part of one alone.
         """
@@ -95,7 +93,8 @@ class Memory:
     def extend(self, model: nn.Module, new: Estimate, own: float, others: float, *, keep_all: bool = False) -> Memory:
         """Return the memory of one task more: H <- own * H + others * H_t, anchored at `model` (postprocessing).
 
-        Factors are averaged, or with `keep_all` all terms are kept; a unit of one side alone counts zero on the other.
+        Two terms become the one Kronecker product that has the partial traces of their weighted sum (see
+        `xkfac.averaging`), or with `keep_all` all terms are kept; a unit of one side alone counts zero on the other.
 
         Raises MismatchError when a unit was found in another shape, or made of other parts, than before.
         """
@@ -106,9 +105,10 @@ class Memory:
         units = {unit.name: unit for unit in (*self.units, *new.coverage.units)}
         rows = {row.parameter: row for row in self.coverage.rows}
         rows.update({r.parameter: r for r in new.coverage.rows if r.unit != "-" or r.parameter not in rows})
+        homogeneous = {unit.name for unit in units.values() if unit.homogeneous}
         before = self.curvature.to(device_of(unwrap(model)))
         with full_precision(device_of(unwrap(model))):
-            extended = before.extend(new.curvature, own, others, keep_all=keep_all)
+            extended = before.extend(new.curvature, own, others, keep_all=keep_all, homogeneous=homogeneous)
         anchor, curvature = _uniform(_anchor(model, units.values()), extended)
         return replace(
             self,
@@ -121,7 +121,7 @@ class Memory:
 
     def summary(self) -> str:
         """Return a table of every parameter with its unit, kind and size, below a line on the memory itself."""
-        return f"{self!r}\n{self.coverage}"
+        return f"{self!r}\n{self.coverage.noted(self.curvature.zero_units(), 'curvature is zero')}"
 
     def save(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write the memory to a safetensors file, atomically, its curvature in `dtype`, by default in its own.
@@ -195,7 +195,7 @@ class Memory:
 
 def _is_factor(block: type[Block] | type[KhatriRao], part: str) -> bool:
     """Whether a part of a block is a symmetric matrix, which a file holds as a triangle."""
-    return block in (Kronecker, KhatriRao) and not part.startswith(("root", "diagonal"))
+    return block in (Kronecker, KhatriRao) and not part.startswith("root")
 
 
 def _packed(prefix: str, block: Block | KhatriRao, dtype: torch.dtype) -> dict[str, Tensor]:

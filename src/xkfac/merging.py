@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from xkfac.batches import Forward, default_forward
 from xkfac.errors import MismatchError, NotFiniteError, UnitError
-from xkfac.passes import Progress, batches, device_of, norms_of, untouched, unwrap
+from xkfac.passes import Progress, batches, check_loaded, device_of, norms_of, untouched, unwrap
 from xkfac.renorm import _BatchRenorm, keep
 from xkfac.units import Unit
 
@@ -252,6 +252,7 @@ def recentre(
     Raises UnitError for a BN without affine parameters, or with a channel that is not finite on the new data; the model
     is unchanged then.
     """
+    check_loaded(unwrap(model))
     group = _process_group(model)
     model = unwrap(model)
     norms = {path: norm for path, norm in norms_of(model).items() if norm.running_mean is not None}

@@ -25,6 +25,14 @@ class Handle(Protocol):
         """Take it off."""
 
 
+def _learns(norm: Any) -> bool:
+    """Whether a BN takes in a mini-batch of training.
+
+    In a curvature pass it uses the statistics of mini-batches, too, but its running ones stand still: see `set_mode`.
+    """
+    return bool(norm.training and norm.track_running_stats)
+
+
 class Shared(Reading):
     """A reading with mean and 1 / sqrt(var + eps) [C] as BN itself has worked them out.
 
@@ -71,7 +79,7 @@ class Tap:
             return norm.register_forward_pre_hook(Hook(self._hook(note)), with_kwargs=True)  # type: ignore[no-any-return]
 
         def forward(module: Any, input: Tensor) -> Tensor:
-            if not module.training:
+            if not _learns(module):
                 return type(module).forward(module, input)  # type: ignore[no-any-return]
             if self._is_normalised_here(module, input):
                 output, reading = self.normalise(module, input)
@@ -83,7 +91,7 @@ class Tap:
 
     def _hook(self, note: Note) -> _Hook:
         def read(module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> Any:
-            if not module.training:
+            if not _learns(module):
                 return None
             input = self._noted(norm_input(inputs, keywords), note)
             return ((input, *inputs[1:]), keywords) if inputs else (inputs, {**keywords, "input": input})

@@ -34,7 +34,7 @@ class Watch:
         self._earlier: list[tuple[str, Callable[[], Any]]] = []
         self._blind: set[str] = set()
         self._handles: list[Any] = []
-        if method.fixed_bn:
+        if method.fixed_bn or method.fixed_statistics:
             for norm in norms_of(model).values():
                 before, after = _evaluation()
                 self._handles += [norm.register_forward_pre_hook(Hook(before)), norm.register_forward_hook(Hook(after))]
@@ -141,12 +141,15 @@ def _check_readable(normed: Sequence[BoundUnit]) -> None:
 
 
 def _evaluation() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return hooks that run a BN in evaluation mode whatever its flag says, and give the flag back after it."""
+    """Return hooks that run a BN in evaluation mode whatever its flag says, and give the flag back after it.
+
+    A curvature pass, in which running statistics stand still, runs it as it wants.
+    """
     flags: list[bool] = []
 
-    def before(module: nn.Module, inputs: Any) -> None:
+    def before(module: Any, inputs: Any) -> None:
         flags.append(module.training)
-        module.training = False
+        module.training = module.training and not module.track_running_stats
 
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
         module.training = flags.pop()

@@ -102,7 +102,7 @@ def approximations(block: Kronecker, settings: Settings, batch: int | None = Non
         first = terms[0].right
         if batch is None:
             kfac.append(Term(total, first))
-            difference += [Term(t.left, first - t.right, t.low_rank, t.diagonal) for t in terms[1:]]
+            difference += [Term(t.left, first - t.right, t.low_rank) for t in terms[1:]]
         else:
             between = terms[1]
             first = first + (between.right - first) / batch

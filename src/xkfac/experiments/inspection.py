@@ -12,7 +12,7 @@ import torch
 from xkfac.curvature import Settings
 from xkfac.experiments.entries import MeanEntry, approximations, derivable, mean_absolute, over_blocks
 from xkfac.experiments.spectra import effective_rank, largest_eigenvalue, spectra, trace
-from xkfac.kronecker import Block, KhatriRao, Kronecker, Term
+from xkfac.kronecker import Block, Kronecker
 from xkfac.memory import Memory
 from xkfac.units import Unit
 
@@ -91,19 +91,7 @@ def _block(memory: Memory, name: str) -> tuple[Block, bool]:
     curvature = memory.curvature
     if name in curvature.blocks or curvature.joint is None:
         return curvature.blocks[name], False
-    return _diagonal_block(curvature.joint, curvature.joint_units.index(name)), True
-
-
-def _diagonal_block(joint: KhatriRao, place: int) -> Kronecker:
-    """Return the block {A}_{l,l} (x) {H}_{l,l} of the unit at a place of a Khatri-Rao product."""
-    ends = [sum(sizes[:place]) for sizes in (joint.rows, joint.columns)]
-    rows = slice(ends[0], ends[0] + joint.rows[place])
-    columns = slice(ends[1], ends[1] + joint.columns[place])
-    terms = []
-    for term in joint.terms:
-        left = term.left[:, :, columns] if term.low_rank or term.diagonal else term.left[:, columns, columns]
-        terms.append(Term(left, term.right[:, rows, rows], term.low_rank, term.diagonal))
-    return Kronecker(tuple(terms))
+    return curvature.joint.own_block(curvature.joint_units.index(name)), True
 
 
 def _entries(block: Block, memory: Memory, batch: int | None, generator: torch.Generator) -> dict[str, MeanEntry]:
