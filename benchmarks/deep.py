@@ -11,6 +11,7 @@ are listed are run. Beside the accuracies: the distance of each curvature from X
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import statistics
@@ -150,13 +151,14 @@ def learn(state: Path, variant: str, strength: float, seed: int, options: argpar
     optimizer = torch.optim.SGD(net.parameters(), options.lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * len(loader), eta_min=1e-4)
     net.train()
-    for _ in range(options.epochs):
-        for x, y in loader:
-            objective = learner.objective(F.cross_entropy(net(x), y))
-            optimizer.zero_grad()
-            objective.backward()
-            optimizer.step()
-            schedule.step()
+    with contextlib.suppress(xkfac.NotFiniteError):  # a row that diverges shows what it ends with
+        for _ in range(options.epochs):
+            for x, y in loader:
+                objective = learner.objective(F.cross_entropy(net(x), y))
+                optimizer.zero_grad()
+                objective.backward()
+                optimizer.step()
+                schedule.step()
     learner.close()
     result = {"variant": variant, "strength": strength, "seed": seed, "penalty": learner.last_penalty.item()}
     result["target"] = accuracy(net, target["test"])

@@ -73,7 +73,9 @@ def test_a_copy_of_fixed_bn_uses_batch_statistics_again():
 @pytest.mark.parametrize("bn", NETWORKS)
 def test_a_copy_can_be_pickled_and_does_not_keep_the_learner(bn):
     model, learner = started(mlp(NETWORKS[bn]))
+    penalised_gradients(model, learner, lambda: None)
     twin = copy.deepcopy(model)
+    assert pickle.loads(pickle.dumps(model))(target()[0][0]).isfinite().all()
     pickle.dumps(twin)
     gone = weakref.ref(learner)
     learner.close()

@@ -1,13 +1,16 @@
 """On a GPU: a whole training step as a CUDA graph, and without a synchronisation."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.setups import Everything, bare, data, randomise
-from xkfac import METHODS, Balance, Learner, consolidate
+from xkfac import METHODS, Balance, Calibration, Learner, consolidate
+from xkfac.divergence import INTERVAL
+from xkfac.errors import NotFiniteError, XkfacWarning
 from xkfac.stacking import Rounded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -143,6 +146,34 @@ def test_a_step_does_not_synchronise(method):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(tensor.isfinite().all() for tensor in step.tensors().values())
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_look_at_the_penalty_does_not_synchronise_and_finds_what_is_not_finite(branches, monkeypatch):
+    monkeypatch.setattr(Learner, "_branches", branches)
+    model = randomise(Everything()).cuda()
+    memory = replace(consolidate(model, batches(2)), calibration=Calibration(1.0, 0.0, (), 1))
+    step = Step(model, memory)
+    step.learner.begin(batches(2, shift=1.0, seed=1))
+    (x, y), *_ = batches(1, seed=2)
+    step(x, y)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.warns(XkfacWarning, match="beyond the radius 0"):
+            many(step, x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.no_grad():
+        model.head.weight.fill_(float("nan"))
+    with pytest.raises(NotFiniteError, match="the steps are too long for it"):
+        many(step, x, y)
+
+
+def many(step, x, y):
+    """Take steps over several looks at the penalty."""
+    for _ in range(6 * INTERVAL):
+        step(x, y)
 
 
 def test_the_value_on_the_gpu_is_that_on_the_cpu():

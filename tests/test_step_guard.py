@@ -355,6 +355,7 @@ def test_a_penalty_beyond_the_radius_is_told_once_per_task_and_can_be_read(radiu
         assert learner.over_radius == pytest.approx(undamped / radius if radius else math.inf, rel=1e-4)
         learner.finish(target())
     (warning,) = [one for one in caught if one.category is XkfacWarning]
+    assert warning.filename == __file__
     times = f"{undamped / radius:.2g} times" if radius else "beyond"
     assert f"without damping is {undamped:.2g}, {times} the radius {radius:.2g} up to" in str(warning.message)
     assert undamped > 1e-3
@@ -366,8 +367,9 @@ def test_a_short_task_beyond_the_radius_is_told_by_finish():
     learner.begin(target())
     move(model)
     gradients(model, learner)
-    with pytest.warns(XkfacWarning, match="times the radius"):
+    with pytest.warns(XkfacWarning, match="times the radius") as caught:
         learner.finish(target())
+    assert caught[0].filename == __file__
 
 
 def test_a_penalty_within_the_radius_is_not_told():

@@ -47,11 +47,11 @@ class Monitor:
         value, *rest = self._look.values()
         self._look = None
         for one in rest:
-            self.judge(one)
+            self.judge(one, stacklevel=5)
         return math.isfinite(value)
 
-    def judge(self, undamped: float) -> None:
-        """Warn once of a penalty without damping that is beyond the radius."""
+    def judge(self, undamped: float, stacklevel: int = 4) -> None:
+        """Warn once, in the user's line, of a penalty without damping that is beyond the radius."""
         radius = self._radius
         if radius is None or self._warned or not undamped > radius:
             return
@@ -62,7 +62,7 @@ class Monitor:
             "calibration follows the real loss, so the past may be forgotten more than the penalty says; a larger "
             "strength, or fewer or shorter steps, stay nearer to it",
             XkfacWarning,
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
 
 

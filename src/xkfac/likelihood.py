@@ -134,9 +134,24 @@ class Categorical(Likelihood):
 
 
 class Bernoulli(Likelihood):
-    """Independent binary labels with logits `output` [N, ...]; L_n sums over the labels of an example."""
+    """Independent binary labels with logits `output` [N, ...]; L_n is the sum over the labels of an example.
+
+    With `mean` it is their mean, as `F.binary_cross_entropy_with_logits` takes it.
+    """
 
     name = "bernoulli"
+
+    def __init__(self, mean: bool = False) -> None:
+        self.mean = bool(mean)
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        """Whether losses are means; a file of before there was a choice says nothing."""
+        return {"mean": 1.0} if self.mean else {}
+
+    def predictions(self, output: Tensor) -> int:
+        """Return the number of labels of an example where L_n is their mean."""
+        return math.prod(output.shape[1:]) if self.mean else 1
 
     def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """Draw labels, 0 or 1, shaped as `output`."""

@@ -77,9 +77,7 @@ class Memory:
         return replace(self, anchor=anchor, curvature=self.curvature.to(device, dtype))
 
     def without(self, *patterns: str) -> Memory:
-        """Return the memory without the units that patterns match, such as "head*"; these are excluded from then on.
-
-        For heads that were not left out when the memory was made: they are free to be replaced then.
+        """Return the memory without the units that patterns match, such as "head*", which are excluded from then on.
 
         Raises UnitError for a pattern that matches no unit, or a part of one alone.
         """

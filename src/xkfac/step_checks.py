@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from xkfac.errors import XkfacError, XkfacWarning
+from xkfac.hooks import Hook
 
 _SUM = 2  # torch's number for reduction="sum"
 _PASSES = 64  # backward passes that are looked at: who accumulates gradients does so from the start
@@ -56,7 +57,8 @@ class Accumulation:
         self._passes = 0
         self._handle: Any = None
         if parameter is not None:
-            self._handle = parameter.register_post_accumulate_grad_hook(lambda _: self.after_backward())  # type: ignore[no-untyped-call]
+            hook = Hook(lambda _: self.after_backward())
+            self._handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
     def looks(self) -> bool:
