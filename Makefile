@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format benchmark peers clean
+.PHONY: demo test check docs format benchmark peers clean
 
 demo: $(READY)
 	$(BIN)/xkfac demo --output demo-output
@@ -12,10 +12,13 @@ demo: $(READY)
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile
 
-check: $(READY)
+check: docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(READY)
 	$(BIN)/ruff format .
@@ -35,4 +38,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-peers demo-output build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers demo-output site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
