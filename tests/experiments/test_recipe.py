@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from xkfac import METHODS
 from xkfac.experiments.parsing import load_recipe, named_recipes
 from xkfac.experiments.parsing import parse_recipe as parse
-from xkfac.experiments.recipe import JOINT, Data, Figure, Line, Recipe, RecipeError
+from xkfac.experiments.recipe import JOINT, Data, Figure, Line, Recipe, RecipeError, without_effect
 
 ONE = "[lines.one]\n"
 
@@ -295,7 +295,8 @@ def lines(draw):
         made |= {"consolidate": draw(st.sampled_from(["train", "validation"])), "keep": draw(st.sampled_from(["all"]))}
         if METHODS[method].units and not (METHODS[method].fixed_bn or made.get("fixed_bn") or norm == "none"):
             made |= draw(st.sampled_from([{}, {"interpretation": "bn"}, {"recentre": False, "interpretation": "brn"}]))
-    return Line(**made)
+    useless = without_effect(made)
+    return Line(**{key: value for key, value in made.items() if key not in useless})
 
 
 @st.composite

@@ -299,6 +299,11 @@ def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, s
         useless |= dict.fromkeys(_READING, "a line whose fixed_bn keeps BN as it is")
     if chosen.fixed_bn:
         useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which keeps BN as it is")
+    if chosen.fixed_affine:
+        useless |= dict.fromkeys(("fixed_bn", "recentre"), f"method '{method}', which keeps gamma and beta as they are")
+    if chosen.fixed_statistics:
+        keys = ("fixed_bn", "interpretation", "bn_momentum")
+        useless |= dict.fromkeys(keys, f"method '{method}', which keeps BN's statistics as they are")
     if chosen.own_bn:
         useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which leaves BN to each task")
     if not chosen.penalised:
