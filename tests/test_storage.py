@@ -274,7 +274,7 @@ def test_a_file_that_may_not_be_read_is_refused(written, monkeypatch):
     def deny(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(storage, "safe_open", deny)
+    monkeypatch.setattr(Path, "open", deny)
     with pytest.raises(MemoryFileError, match=r"cannot be read.*Permission denied"):
         storage.read(written[0])
 

@@ -294,13 +294,19 @@ def _anchor(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
 def _uniform(anchor: Mapping[str, Tensor], curvature: Curvature) -> tuple[Mapping[str, Tensor], Curvature]:
     """Return both in the widest dtype of either, so that displacements from the anchor meet the curvature's.
 
-    All is laid out row by row, as a file holds it: matrix products round by the layout of their operands, and a memory
-    from a file goes on to the same bits as one in process.
+    All is laid out row by row at aligned addresses, as from a file: matrix products round by the layout of their
+    operands, and a memory from a file goes on to the same bits as one in process.
     """
     dtypes = {tensor.dtype for _, tensor in (*anchor.items(), *curvature.tensors())}
     widest = functools.reduce(torch.promote_types, dtypes, torch.bfloat16)
-    alike = {name: tensor.to(widest).contiguous() for name, tensor in anchor.items()}
-    return alike, curvature._map(lambda tensor: tensor.to(widest).contiguous())
+    alike = {name: _laid_out(tensor.to(widest)) for name, tensor in anchor.items()}
+    return alike, curvature._map(lambda tensor: _laid_out(tensor.to(widest)))
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """Return a tensor as a new one lies in memory: row by row, also along dimensions of size 1, and aligned."""
+    plain = tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+    return tensor if plain and tensor.data_ptr() % 64 == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _unit(entry: Mapping[str, Any]) -> Unit:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import io
 import json
 import math
+import operator
 import os
 import secrets
 from collections.abc import Mapping
@@ -14,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from xkfac.errors import MemoryFileError
@@ -149,33 +150,73 @@ def _flush(path: Path, flags: int) -> None:
 
 
 def read(path: str | Path, format: str = FORMAT) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the description and the memory-mapped tensors of a file of a format.
+    """Return the description and the tensors of a file of a format, in memory of their own.
+
+    Nothing stays mapped: what the digest was checked on is what is kept, whatever becomes of the file. All lies at
+    aligned addresses, as tensors do that are made in process, since matrix products round by the address of their
+    operands.
 
     Raises MemoryFileError when the file is missing, truncated, changed, foreign, or of a newer version.
     """
     path = Path(path)
     try:
         _check_file(path)
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            _check_header(path, metadata, format)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        # The digest is over the content; the header itself must be, byte for byte, the one that `write` makes of it.
-        head = _head(tensors, metadata)
-        with path.open("rb") as raw:
-            whole = raw.read(len(head)) == head
-        digest = _digest(format, metadata["version"], metadata["description"], tensors)
-        whole = whole and digest == metadata["digest"]
+        with path.open("rb") as file:
+            metadata, tensors = _read_head(file, path, format)
+            # The digest is over the content; the header itself must be, byte for byte, the one that `write` makes.
+            head = _head(tensors, metadata)
+            file.seek(0)
+            whole = file.read(len(head)) == head and _fill(file, tensors)
+        whole = whole and _digest(format, metadata["version"], metadata["description"], tensors) == metadata["digest"]
         description = json.loads(metadata["description"]) if whole else None
     except MemoryFileError:
         raise
-    except (SafetensorError, OSError, RuntimeError, ValueError, LookupError, TypeError, MemoryError) as error:
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, MemoryError) as error:
         raise MemoryFileError(
             f"'{path}' cannot be read, is truncated, damaged, or no safetensors file ({error}); fetch or make it again"
         ) from None
     if not isinstance(description, dict):
         raise MemoryFileError(f"'{path}' is damaged: its content does not match its digest; fetch or make it again")
     return description, tensors
+
+
+def _read_head(file: io.BufferedReader, path: Path, format: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the metadata of a file and its tensors, whose numbers are still to be read.
+
+    No more memory is asked for than the file is large, whatever its header says.
+    """
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if length > size - 8:
+        raise ValueError("its header is cut off")
+    entries = json.loads(file.read(length))
+    metadata = entries.pop("__metadata__", {})
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is no text")
+    _check_header(path, metadata, format)
+    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
+    tensors, left = {}, size - 8 - length
+    for name, entry in entries.items():
+        shape, dtype = entry["shape"], dtypes[entry["dtype"]]
+        left -= math.prod(map(operator.index, shape)) * dtype.itemsize
+        if min(shape, default=0) < 0 or left < 0:
+            raise ValueError("it is shorter than its header says")
+        tensors[name] = torch.empty(shape, dtype=dtype)
+    if left:
+        raise ValueError("it is longer than its header says")
+    return metadata, tensors
+
+
+def _fill(file: io.BufferedReader, tensors: Mapping[str, Tensor]) -> bool:
+    """Read the numbers of tensors from where a file is; return whether they were all there, and nothing else."""
+    for name in _order(tensors):
+        place = memoryview(_raw(tensors[name])).cast("B")
+        while place:
+            count = file.readinto(place)
+            if not count:
+                return False
+            place = place[count:]
+    return not file.read(1)
 
 
 def _check_file(path: Path) -> None:
