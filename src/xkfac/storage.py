@@ -11,6 +11,7 @@ import math
 import operator
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def write(
 ) -> None:
     """Write tensors and a JSON description to `path`, replacing what is there only once all is on disk.
 
-    `format` says what the file is; `read` refuses any other.
+    `format` says what the file is; `read` refuses any other. A symbolic link is followed: what it points to is
+    replaced, and the link stays.
 
     Raises MemoryFileError when that fails; what was at `path` is then as it was.
     """
@@ -77,19 +79,24 @@ def write(
     version = str(VERSION)
     digest = _digest(format, version, text, ready)
     metadata = {"format": format, "version": version, "description": text, "digest": digest}
-    temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
     try:
-        _check_target(path)
-        temporary.touch(exist_ok=False)
-        save_file(ready, temporary, metadata)
-        _flush(temporary, os.O_RDWR)
-        temporary.replace(path)
+        _replace(_target(path), ready, metadata)
     except MemoryFileError:
         raise
     except (OSError, ValueError) as error:
         raise MemoryFileError(
             f"'{path}' could not be written and is as it was before ({error}); free space there or choose another place"
         ) from error
+
+
+def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a file beside `path`, bring it onto the disk, and give it that name."""
+    temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
+    try:
+        temporary.touch(exist_ok=False)
+        save_file(tensors, temporary, metadata)
+        _flush(temporary, os.O_RDWR)
+        temporary.replace(path)
     finally:
         with contextlib.suppress(OSError, ValueError):
             temporary.unlink(missing_ok=True)
@@ -133,11 +140,21 @@ def _raw(tensor: Tensor) -> Any:
     return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
 
 
-def _check_target(path: Path) -> None:
-    if path.is_dir():
+def _target(path: Path) -> Path:
+    """Return the regular file, there or still to be made, that a path leads to, symbolic links followed."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    if stat.S_ISDIR(mode):
         raise MemoryFileError(f"'{path}' cannot be written: it is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise MemoryFileError(f"'{path}' cannot be written: the folder '{path.parent}' does not exist; make it first")
+    if not stat.S_ISREG(mode):
+        what = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+        raise MemoryFileError(f"'{path}' cannot be written: it is a {what}, which holds no memory; name a regular file")
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise MemoryFileError(f"'{path}' cannot be written: the folder '{target.parent}' does not exist; make it first")
+    return target
 
 
 def _flush(path: Path, flags: int) -> None:
