@@ -28,7 +28,6 @@ CURVATURES: dict[str, dict[str, str]] = {
     "pooled": {"kind": "xkfac", "form": "mean", "grouping": "pooled"},
     "hierarchical": {"kind": "xkfac", "form": "mean", "grouping": "hierarchical"},
     "corrected": {"kind": "corrected"},
-    "corrected, factors' basis": {"kind": "corrected", "basis": "factors", "form": "paper"},
     "diagonal": {"kind": "diagonal"},
 }
 NETS = {"linear": mlp, "convolutional": convnet}

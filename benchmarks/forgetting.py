@@ -26,7 +26,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "XK-FAC": {"method": "xkfac"},
     "XK-FAC, paper's form": {"method": "xkfac", "form": "paper"},
     "corrected": {"method": "corrected"},
-    "corrected, factors' basis": {"method": "corrected", "basis": "factors"},
 }
 Part = tuple[Tensor, Tensor]
 

@@ -68,12 +68,10 @@ def rounding() -> Iterator[None]:
         for module, names in (
             (grams, ["rounded"]),
             (autocorrelation, ["rounded"]),
-            (deviations, ["rounded", "rounds_grams"]),
+            (deviations, ["rounded", "rounds"]),
         ):
             for name in names:
-                patches.enter_context(
-                    mock.patch.object(module, name, {"rounded": rounded, "rounds_grams": rounds}[name])
-                )
+                patches.enter_context(mock.patch.object(module, name, {"rounded": rounded, "rounds": rounds}[name]))
         patches.enter_context(mock.patch.object(deviations, "exactly", exactly))
         yield
 

@@ -27,7 +27,6 @@ KINDS = {
     "diagonal": {"kind": "diagonal"},
     "free": {"kind": "diagonal", "units": False},
     "corrected": {"kind": "corrected"},
-    "corrected factors": {"kind": "corrected", "basis": "factors"},
     "exact": {"labels": "exact", "form": "paper"},
     "exact mean": {"labels": "exact"},
     "empirical": {"labels": "empirical"},

@@ -10,7 +10,6 @@ from xkfac import deviations
 from xkfac.deviations import Deviations, Rows
 from xkfac.factors import GROUPINGS, KFAC, Moments, unit_inputs
 from xkfac.patches import Patches
-from xkfac.precision import cpu_has_bfloat16, exactly, rounding, rounds_rows
 from xkfac.units import find_units
 
 
@@ -103,7 +102,7 @@ def test_a_mean_by_location_is_kept_of_the_image_alone():
 @pytest.fixture
 def rounding_images(monkeypatch):
     """Have this CPU round images for their products, as a GPU may."""
-    monkeypatch.setattr(deviations, "rounds_grams", lambda image: image.dtype == torch.float32)
+    monkeypatch.setattr(deviations, "rounds", lambda image: image.dtype == torch.float32)
     monkeypatch.setattr(deviations, "rounded", lambda image: image.bfloat16())
 
 
@@ -130,60 +129,3 @@ def test_rounded_images_are_taken_from_their_mean_where_it_is_far(shift, from_ze
     torch.testing.assert_close(taken.origin()[0].double(), mean, rtol=3e-3, atol=3e-3)
     values = torch.linalg.eigvalsh(found)
     assert values.min() > -1e-5 * values.max()
-
-
-needs_bfloat16 = pytest.mark.skipif(not cpu_has_bfloat16(), reason="needs a CPU with products of bfloat16")
-
-
-def rows_of(x, *, asked):
-    """Return the rows that have seen x [N, F] in batches of 128, from the mean of the first, when rounding is asked."""
-    with rounding(asked):
-        rows = Rows(x[:128].unsqueeze(2))
-        for batch in x.split(128):
-            rows.add(batch.unsqueeze(2), x[:128].mean(0)[None, :, None])
-    return rows
-
-
-def covariance(rows, count):
-    rows.settle(count)
-    total = rows._total.new_empty(rows._total.shape)
-    rows.into(total, 1 / count)
-    return total[0]
-
-
-@needs_bfloat16
-def test_rounded_rows_have_the_covariance_far_more_exactly_than_a_sample_does():
-    torch.manual_seed(0)
-    count, features = 3000, 256
-    mixed = torch.randn(2 * count, 40) @ torch.randn(40, features) + 0.1 * torch.randn(2 * count, features) + 5
-    mixed[:, 7] = 3.3  # constant, and no number of bfloat16
-    x, other = mixed.split(count)
-    exact, rounded = (covariance(rows_of(x, asked=asked), count) for asked in (False, True))
-    sample = x.double().mT.cov(correction=0).float()
-    torch.testing.assert_close(exact, sample, rtol=1e-3, atol=1e-4)
-    off = (rounded - exact).norm()
-    assert 0 < off < 2e-3 * exact.norm()
-    assert off < 0.05 * (other.mT.cov(correction=0) - exact).norm()
-    assert rounded[7].abs().max() < 1e-6
-    values = torch.linalg.eigvalsh(rounded.double())
-    assert values.min() > -1e-3 * values.max()
-
-
-@needs_bfloat16
-def test_rows_are_rounded_where_it_is_asked_for_and_faster_alone():
-    for dtype, features, asked, expected in (
-        (torch.float32, 256, True, torch.bfloat16),
-        (torch.float32, 256, False, torch.float32),
-        (torch.float32, 255, True, torch.float32),
-        (torch.float64, 256, True, torch.float64),
-    ):
-        assert rows_of(torch.randn(4, features, dtype=dtype), asked=asked)._waiting.dtype == expected
-    with rounding(True), exactly():
-        assert not rounds_rows(torch.zeros(4, 256))
-
-
-@needs_bfloat16
-def test_sums_of_rounded_rows_are_those_of_the_rows():
-    x = torch.randn(2500, 256, dtype=torch.float32)
-    sums = rows_of(x, asked=True).sums() + 2500 * x[:128].mean(0)
-    torch.testing.assert_close(sums[0], x.sum(0), rtol=1e-4, atol=1e-2)

@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import xkfac
-from xkfac.precision import cpu_has_bfloat16, rounds_rows
 
 
 def net(features=4, classes=3):
@@ -296,34 +295,8 @@ def test_a_bn_that_splits_its_batch_is_refused():
         {"kind": "kfac", "form": "paper"},
         {"kind": "diagonal", "grouping": "pooled"},
         {"kind": "corrected", "grouping": "pooled"},
-        {"basis": "factors"},
     ],
 )
 def test_options_without_effect_are_refused(options):
     with pytest.raises(xkfac.XkfacError, match="has no effect on kind"):
         xkfac.estimate(net(), [torch.randn(8, 4)], **options)
-
-
-def test_rounded_input_factors_are_near_the_exact_ones_and_the_memory_says_so(tmp_path):
-    """Where nothing rounds faster, rounding does nothing; the setting is kept all the same."""
-    torch.manual_seed(0)
-    wide = nn.Sequential(nn.Linear(300, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
-    batches = [torch.randn(64, 300) + 1 for _ in range(5)]
-    exact, rounded = (xkfac.consolidate(wide, batches, rounded=asked, draws=4, seed=1) for asked in (False, True))
-    moved = {name: torch.randn_like(anchor) for name, anchor in exact.anchor.items()}
-    for name, block in exact.curvature.blocks.items():
-        ours, theirs = rounded.curvature.blocks[name].product(moved[name]), block.product(moved[name])
-        assert (ours - theirs).norm() < 2e-3 * theirs.norm()
-    different = not torch.equal(*(m.curvature.blocks["0"].terms[0].left for m in (exact, rounded)))
-    assert different == cpu_has_bfloat16()
-    assert torch.equal(*(m.curvature.blocks["0"].terms[0].right for m in (exact, rounded)))
-    rounded.save(tmp_path / "memory.safetensors")
-    assert xkfac.Memory.load(tmp_path / "memory.safetensors").method.settings.rounded
-    assert not rounds_rows(torch.zeros(4, 300))  # outside of the pass
-
-
-def test_rounding_is_refused_where_it_means_nothing():
-    with pytest.raises(xkfac.XkfacError, match="rounded=True has no effect on kind 'diagonal'; leave it out"):
-        xkfac.Settings("diagonal", rounded=True)
-    with pytest.raises(xkfac.XkfacError, match="rounded is 'yes'; it must be True or False"):
-        xkfac.Settings(rounded="yes")

@@ -228,6 +228,26 @@ def test_fixed_bn_is_fixed_bit_by_bit(decay):
     assert flags == {name: name != "4.bias" for name in flags}
 
 
+def test_fixed_affine_keeps_gamma_and_beta_and_lets_statistics_follow():
+    model = randomise(mlp())
+    learner = Learner(model, consolidate(model, data(), "fixed-affine"))
+    learner.begin()
+    kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.dim() == 1 and not p.requires_grad}
+    mean = model[1].running_mean.clone()
+    assert {"1.weight", "1.bias"} <= set(kept)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    for x, y in target():
+        optimizer.zero_grad()
+        learner.objective(F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in kept.items())
+    assert not torch.equal(model[1].running_mean, mean)
+    learner.close()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(XkfacError, match="method 'fixed-affine' keeps gamma and beta where they are"):
+        Learner(model, consolidate(model, data(), "fixed-affine")).begin(target(), recentre=True)
+
+
 def test_fixed_bn_runs_as_in_evaluation_and_gives_flags_back_when_taken_up_twice():
     model = mlp().train()
     learner = Learner(model, consolidate(model, data(), "fixed-bn"))

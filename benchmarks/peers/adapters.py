@@ -363,7 +363,6 @@ class Avalanche(Peer):
 def _rows() -> dict[str, Peer]:
     return {
         "xkfac": Xkfac("XK-FAC, one draw"),
-        "xkfac-rounded": Xkfac("XK-FAC, one draw, inputs rounded to bfloat16", rounded=True),
         "xkfac-kfac": Xkfac("K-FAC, one draw", method="kfac"),
         "xkfac-ewc": Xkfac("EWC, one draw", method="ewc"),
         "asdl": Asdl(),

@@ -17,7 +17,6 @@ from xkfac.passes import Statistics
 
 CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
 Labels = Literal["sampled", "exact", "empirical"]
-Basis = Literal["gradients", "factors"]
 
 ENOUGH_DRAWS = 512
 
@@ -36,11 +35,6 @@ class Settings:
         or one where the loader does not say its length. H'' gets one sample a draw: its rank is at most their number.
     statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
     cross_layer: blocks between all pairs of linear units too, as a Khatri-Rao product.
-    basis: where `corrected` takes its eigenbasis from, the second moments of the batch `gradients`, or XK-FAC's
-        `factors`.
-    rounded: let input factors be of inputs in bfloat16 where the device multiplies those faster, whatever precision
-        torch is set to. On CUDA gradients are rounded too and sums are of float32; on a CPU linear layers of 256
-        inputs and more are, and each product of 1,024 examples is rounded once more. Far below the noise of a sample.
     """
 
     kind: CurvatureKind = "xkfac"
@@ -50,8 +44,6 @@ class Settings:
     draws: int | None = None
     statistics: Statistics = "batch"
     cross_layer: bool = False
-    basis: Basis = "gradients"
-    rounded: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -60,7 +52,6 @@ class Settings:
             ("grouping", get_args(Grouping)),
             ("labels", get_args(Labels)),
             ("statistics", get_args(Statistics)),
-            ("basis", get_args(Basis)),
         ):
             if getattr(self, name) not in choices:
                 raise XkfacError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}")
@@ -68,21 +59,13 @@ class Settings:
             raise XkfacError(f"draws is {self.draws!r}; it must be a whole number, or None")
         if self.draws is not None and self.draws < 1:
             raise XkfacError(f"draws must be at least 1, not {self.draws}")
-        for name in ("cross_layer", "rounded"):
-            if not isinstance(getattr(self, name), bool):
-                raise XkfacError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if not isinstance(self.cross_layer, bool):
+            raise XkfacError(f"cross_layer is {self.cross_layer!r}; it must be True or False")
         if self.draws is not None and self.labels != "sampled":
             raise XkfacError(f"draws={self.draws} goes with labels='sampled', not '{self.labels}'")
-        for names, used in (
-            (("form", "grouping"), self.kind == "xkfac" or (self.kind, self.basis) == ("corrected", "factors")),
-            (("basis",), self.kind == "corrected"),
-            (("rounded",), self.kind != "diagonal"),
-        ):
-            for name in names:
-                if not used and getattr(self, name) != getattr(type(self), name):
-                    raise XkfacError(
-                        f"{name}={getattr(self, name)!r} has no effect on kind '{self.kind}'; leave it out"
-                    )
+        for name in ("form", "grouping"):
+            if self.kind != "xkfac" and getattr(self, name) != getattr(type(self), name):
+                raise XkfacError(f"{name}={getattr(self, name)!r} has no effect on kind '{self.kind}'; leave it out")
         if self.cross_layer and self.kind not in ("xkfac", "kfac"):
             raise XkfacError(f"cross_layer goes with kind 'xkfac' or 'kfac', not '{self.kind}'")
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from xkfac.autocorrelation import PatchGram
-from xkfac.grams import add_gram, add_rounded_gram, mirror_
+from xkfac.grams import add_gram, mirror_
 from xkfac.patches import Patches
-from xkfac.precision import exactly, rounded, rounds_grams, rounds_rows, summed_in
+from xkfac.precision import exactly, rounded, rounds, summed_in
 
 # On a CPU rows wait for so many of them: a product reads and writes the whole matrix, which is larger than a cache.
 ROOM = 512
@@ -35,15 +35,12 @@ class Rows:
         self._total = like.new_zeros(1, features, features)
         self._sums = like.new_zeros(features, 1)
         # Memory that is asked for anew in every batch would cost more than what is done with it.
-        self._exact = like.new_empty(ROOM if like.device.type == "cpu" else 0, features, 1)
-        self._waiting = self._exact
-        if rounds_rows(like):
-            self._waiting = like.new_empty(2 * ROOM, features, 1, dtype=torch.bfloat16)
+        self._waiting = like.new_empty(ROOM if like.device.type == "cpu" else 0, features, 1)
         self._count = 0
 
     def add(self, rows: Tensor, origin: Tensor | None) -> None:
         """Take rows [N, F, 1], from an origin [1, F, 1] or zero."""
-        room = len(self._exact)
+        room = len(self._waiting)
         if room == 0:
             rows = rows if origin is None else rows - origin
             self._sums += rows.sum(0)
@@ -51,17 +48,14 @@ class Rows:
             return
         for some in torch.split(rows, room) if len(rows) > room else (rows,):
             count = len(some)
-            if self._count + count > len(self._waiting):
+            if self._count + count > room:
                 self._flush()
             waiting = self._waiting.narrow(0, self._count, count)
-            exact = waiting if self._waiting is self._exact else self._exact.narrow(0, 0, count)
             if origin is None:
-                exact.copy_(some)
+                waiting.copy_(some)
             else:
-                torch.sub(some, origin, out=exact)
-            self._sums += exact.sum(0)
-            if waiting is not exact:
-                waiting.copy_(exact)
+                torch.sub(some, origin, out=waiting)
+            self._sums += waiting.sum(0)
             self._count += count
 
     def _flush(self) -> None:
@@ -70,11 +64,7 @@ class Rows:
             self._count = 0
 
     def _accumulate(self, rows: Tensor) -> None:
-        vectors = rows.squeeze(2).mT
-        if rows.dtype != self._total.dtype:
-            add_rounded_gram(self._total[0], vectors)
-        else:
-            add_gram(self._total, vectors.unsqueeze(0))
+        add_gram(self._total, rows.squeeze(2).mT.unsqueeze(0))
 
     def sums(self) -> Tensor:
         """Return sum r, [1, F]."""
@@ -136,7 +126,7 @@ class Deviations:
         """Take the patches of images [N, C, ...]."""
         if self.centred and self._origin is None:
             self._origin = image.mean(0, keepdim=True)
-            self._from_zero = rounds_grams(image) and not self.patches.is_row(image) and _is_near(image, self._origin)
+            self._from_zero = rounds(image) and not self.patches.is_row(image) and _is_near(image, self._origin)
             if self._from_zero:
                 self._origin.zero_()
         if not self.centred and self.patches.homogeneous:

@@ -29,7 +29,7 @@ from xkfac.collecting import (
     UnmergedCollector,
 )
 from xkfac.cotangents import Cotangents
-from xkfac.curvature import Basis, Curvature, CurvatureKind, Labels, Settings
+from xkfac.curvature import Curvature, CurvatureKind, Labels, Settings
 from xkfac.errors import XkfacError
 from xkfac.factors import Form, Grouping, Moments
 from xkfac.graphs import Replayed
@@ -48,7 +48,6 @@ from xkfac.passes import (
     unwrap,
 )
 from xkfac.pooling import Coupling, SharedMoments, coupling_of
-from xkfac.precision import rounding
 from xkfac.processes import Processes, processes_of
 from xkfac.sharing import Outcome, agreed, finished
 from xkfac.units import Coverage, Unit, as_patterns, find_units
@@ -74,8 +73,6 @@ def estimate(
     draws: int | None = None,
     statistics: Statistics = "batch",
     cross_layer: bool = False,
-    basis: Basis = "gradients",
-    rounded: bool = False,
     likelihood: str | Likelihood = "categorical",
     merge: bool = True,
     units: bool = True,
@@ -89,7 +86,7 @@ def estimate(
 ) -> Estimate:
     """Estimate the curvature of `model` on the data of `loader`; the model is left as it was, bit by bit.
 
-    `kind` to `rounded` are explained at `Settings`; `merge`, `units`, `exclude` and `forward` at `find_units`.
+    `kind` to `cross_layer` are explained at `Settings`; `merge`, `units`, `exclude` and `forward` at `find_units`.
     Factors are accumulated in `dtype`, float32 unless the model is float64, also under autocast. `seed` fixes the
     labels that are drawn, batch by batch. With `graph` the work of a batch is recorded as a CUDA graph and replayed for
     all batches of the same shape, which pays on a GPU for small networks. The network runs in evaluation mode but for
@@ -100,7 +97,7 @@ def estimate(
 
     Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
     """
-    settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer, basis, rounded)
+    settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer)
     finding: dict[str, Any] = {"merge": merge, "units": units, "exclude": as_patterns(exclude)}
     run = _Run(
         unwrap(model),
@@ -116,7 +113,7 @@ def estimate(
     if graph and device_of(run.model).type != "cuda":
         raise XkfacError("graph=True needs the model on a CUDA device; leave it out")
     run.join(finding)
-    with untouched(run.model), rounding(rounded):
+    with untouched(run.model):
         feed = {"max_batches": max_batches, "progress": progress}
         collectors, examples = run.over(loader, run.first_collector, **feed)
         curvature = run.finished(collectors, examples, decompose=kind == "corrected")
@@ -181,7 +178,7 @@ class _Run:
         """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""
         if self.settings.kind == "diagonal":
             return SquareCollector(unit, self.dtype)
-        if self.settings.kind == "corrected" and self.settings.basis == "gradients":
+        if self.settings.kind == "corrected":
             return MarginalCollector(unit, self.dtype)
         return FactorCollector(unit, self.dtype, self._moments(unit.name))
 

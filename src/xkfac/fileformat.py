@@ -27,6 +27,7 @@ from xkfac.units import Coverage, Kind, Row, Unit
 BLOCKS: dict[str, type[Block]] = {"kronecker": Kronecker, "diagonal": Diagonal, "corrected": Corrected}
 STORED = (torch.float32, torch.bfloat16, torch.float64)
 
+_GONE = [("basis", "gradients"), ("rounded", False)]
 _ROUGHLY = 1e-2  # of the largest number: what rounding, to bfloat16 too, may do to a factor
 
 Shape = tuple[int, int, int]
@@ -185,7 +186,10 @@ def _rows(entries: Any, units: Iterable[Unit]) -> Iterator[Row]:
 def _method(entry: Any) -> Method:
     given = _checked(entry, "the method", Method, {"name": _is_text, "interpretation": _is_text})
     whole = {"draws": lambda value: value is None or _is_whole(value, 1)}
-    settings = _checked(given.pop("settings", None), "the method's settings", Settings, whole)
+    inner = given.pop("settings", None)
+    if isinstance(inner, dict):  # what files from before say of options that are gone, where it is what there is now
+        inner = {key: value for key, value in inner.items() if (key, value) not in _GONE}
+    settings = _checked(inner, "the method's settings", Settings, whole)
     return Method(settings=Settings(**settings), **given)
 
 
@@ -296,15 +300,15 @@ def _factors(what: str, shape: Shape, parts: Mapping[str, Tensor], roots: bool) 
     sides: tuple[list[Tensor], list[Tensor]] = [], []
     found = {}
     for term in range(max(len(parts) // 2, 1)):
-        (left,) = [kind for kind in ("left", "root", "diagonal") if f"{kind}.{term}" in parts] or ["left"]
+        left = "root" if f"root.{term}" in parts else "left"
         for side, kind, size in zip(sides, (left, "right"), (columns, rows), strict=True):
             part = f"{kind}.{term}"
             tensor = _wide(parts[part])
             wanted: tuple[int, ...] = (groups, size * (size + 1) // 2)
-            if kind in ("root", "diagonal"):
-                wanted = (groups, tensor.shape[1] if kind == "root" else 1, size)
+            if kind == "root":
+                wanted = (groups, tensor.shape[1], size)
             _need(tuple(tensor.shape) == wanted and tensor.shape[1] > 0, f"{what} are of another size than their units")
-            found[part] = tensor if kind in ("root", "diagonal") else _symmetric(tensor, roots)
+            found[part] = tensor if kind == "root" else _symmetric(tensor, roots)
             side.append(found[part])
     _need(len(found) == len(parts), f"{what} have a part too many")
     for side in sides:
@@ -352,7 +356,7 @@ def _is_orthogonal(matrix: Tensor) -> bool:
 
 def _is_factor(block: type[Block] | type[KhatriRao], part: str) -> bool:
     """Whether a part of a block is a symmetric matrix, which a file holds as a triangle."""
-    return block in (Kronecker, KhatriRao) and not part.startswith(("root", "diagonal"))
+    return block in (Kronecker, KhatriRao) and not part.startswith("root")
 
 
 class _Unknown(Likelihood):

@@ -35,20 +35,6 @@ def add_gram(total: Tensor, vectors: Tensor, scale: float = 1.0) -> None:
         add_product_(total[:, part, start:], vectors[:, part], vectors[:, start:].mT, scale)
 
 
-def add_rounded_gram(total: Tensor, vectors: Tensor) -> None:
-    """Add V V^T to the upper triangle of `total` [F, F] on a CPU, for V [F, K] of bfloat16, each product rounded to it.
-
-    See `rounds_rows`. The products lie in one place: memory that is asked for anew would cost a tenth of them.
-    """
-    features = vectors.shape[0]
-    stripe = stripe_of(features, vectors.device)
-    place = vectors.new_empty(stripe * features)
-    for start in range(0, features, stripe):
-        part = total[start : start + stripe, start:]
-        product = place[: part.numel()].view(part.shape)
-        part += torch.mm(vectors[start : start + stripe], vectors[start:].mT, out=product)
-
-
 def mirror_(upper: Tensor) -> Tensor:
     """Make matrices [groups, F, F] exactly symmetric by their upper triangle, in place, stripe by stripe."""
     features = upper.shape[1]

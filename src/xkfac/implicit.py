@@ -223,8 +223,6 @@ def _affine(one: BoundUnit) -> tuple[Tensor, Tensor, Tensor]:
 
 def _diagonal(term: Term, columns: int) -> Tensor:
     """Return the diagonal [groups, columns] of the first columns of A."""
-    if term.diagonal:
-        return term.left[:, 0, :columns]
     if term.low_rank:
         return term.left[:, :, :columns].square().sum(1)
     return term.left.diagonal(dim1=1, dim2=2)[:, :columns]
@@ -237,8 +235,6 @@ def _trace(matrix: Tensor) -> Tensor:
 def _times(term: Term, vectors: Tensor) -> Tensor:
     """Return A V for V [groups, D, r], or the leading part of A where V has fewer rows."""
     columns = vectors.shape[1]
-    if term.diagonal:
-        return term.left[:, 0, :columns, None] * vectors
     left = term.left[:, :, :columns]
     return torch.bmm(left.mT, torch.bmm(left, vectors)) if term.low_rank else torch.bmm(left[:, :columns], vectors)
 

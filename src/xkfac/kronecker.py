@@ -21,35 +21,27 @@ from xkfac.errors import XkfacError
 class Term:
     """A (x) H with the input factor A [groups, D, D] and the gradient factor H [groups, C, C].
 
-    With `low_rank`, `left` is a root R [groups, r, D] of A = R^T R; with `diagonal`, A's diagonal [groups, 1, D].
+    With `low_rank`, `left` is a root R [groups, r, D] of A = R^T R.
     """
 
     left: Tensor
     right: Tensor
     low_rank: bool = False
-    diagonal: bool = False
 
     def product(self, displacement: Tensor) -> Tensor:
         """Return H V A for V [groups, C, D]."""
         if self.low_rank:
             return self.right @ (displacement @ self.left.mT) @ self.left
-        if self.diagonal:
-            return self.right @ displacement * self.left
         return self.right @ displacement @ self.left
 
     def add_product(self, displacement: Tensor, out: Tensor) -> None:
         """Add H V A to `out`, both [groups, C, D], in place."""
-        if self.diagonal:
-            out.addcmul_(torch.bmm(self.right, displacement), self.left)
-            return
         inner = torch.bmm(displacement, self.left.mT) if self.low_rank else displacement
         out.baddbmm_(torch.bmm(self.right, inner), self.left)
 
     @property
     def dense_left(self) -> Tensor:
         """The input factor A [groups, D, D]."""
-        if self.diagonal:
-            return torch.diag_embed(self.left[:, 0])
         return symmetrised(self.left.mT @ self.left) if self.low_rank else self.left
 
 
@@ -316,7 +308,7 @@ def parts(block: Block | KhatriRao) -> dict[str, Tensor]:
     if isinstance(block, (Kronecker, KhatriRao)):
         named = {}
         for place, term in enumerate(block.terms):
-            named[f"{_left_name(term.low_rank, term.diagonal)}.{place}"] = term.left
+            named[f"{'root' if term.low_rank else 'left'}.{place}"] = term.left
             named[f"right.{place}"] = term.right
         return named
     return {field.name: getattr(block, field.name) for field in fields(block)}
@@ -329,16 +321,12 @@ def assemble(like: type[Block], named: Mapping[str, Tensor]) -> Block:
     return Diagonal(**named) if like is Diagonal else Corrected(**named)
 
 
-def _left_name(low_rank: bool, diagonal: bool) -> str:
-    return "root" if low_rank else "diagonal" if diagonal else "left"
-
-
 def _terms(named: Mapping[str, Tensor]) -> tuple[Term, ...]:
     terms = []
     for place in range(len(named) // 2):
-        low_rank, diagonal = f"root.{place}" in named, f"diagonal.{place}" in named
-        left = named[f"{_left_name(low_rank, diagonal)}.{place}"]
-        terms.append(Term(left, named[f"right.{place}"], low_rank, diagonal))
+        low_rank = f"root.{place}" in named
+        left = named[f"{'root' if low_rank else 'left'}.{place}"]
+        terms.append(Term(left, named[f"right.{place}"], low_rank))
     return tuple(terms)
 
 
@@ -391,8 +379,6 @@ def _kron(left: Tensor, right: Tensor) -> Tensor:
 def _left_diagonal(term: Term) -> Tensor:
     if term.low_rank:
         return term.left.square().sum(1)
-    if term.diagonal:
-        return term.left[:, 0]
     return term.left.diagonal(dim1=1, dim2=2)
 
 

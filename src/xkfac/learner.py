@@ -137,7 +137,7 @@ class Learner:
         self._check_open()
         self._check_at_anchor()
         if self.method.recentre if recentre is None else recentre:
-            if self.method.fixed_bn or not self.method.units:
+            if self.method.fixed_bn or self.method.fixed_affine or not self.method.units:
                 raise XkfacError(
                     f"method '{self.method.name}' keeps gamma and beta where they are, and re-centring moves them; "
                     "begin with recentre=False"
@@ -152,7 +152,7 @@ class Learner:
             raise XkfacError("this learner is closed and its hooks are gone; make a new Learner for the next task")
 
     def _start(self) -> None:
-        if self.method.fixed_bn and not self._begun:
+        if (self.method.fixed_bn or self.method.fixed_affine) and not self._begun:
             affine = [p for norm in norms_of(self.model).values() for p in norm.parameters(recurse=False)]
             self._frozen = [(parameter, parameter.requires_grad) for parameter in affine]
             for parameter in affine:

@@ -187,7 +187,7 @@ def _described(block: Block | KhatriRao) -> _Description:
     """Return the class of a block and the layouts of its tensors; the factors of Kronecker products are symmetric."""
     factors = isinstance(block, (Kronecker, KhatriRao))
     return type(block), {
-        name: Layout.of(tensor, symmetric=factors and not name.startswith(("root", "diagonal")))
+        name: Layout.of(tensor, symmetric=factors and not name.startswith("root"))
         for name, tensor in parts(block).items()
     }
 

@@ -223,7 +223,7 @@ def in_bfloat16(block: Block | Stack) -> Block | Stack | Rounded:
         groups, terms = len(block.right), len(block.left) // len(block.right)
         lefts = block.left.view(groups, terms, *block.left.shape[1:]).unbind(1)
         return Rounded(tuple(_in_two(left) for left in lefts), block.right.bfloat16())
-    if not isinstance(block, Kronecker) or any(term.diagonal for term in block.terms):
+    if not isinstance(block, Kronecker):
         return block
     return Rounded(
         tuple((term.left.bfloat16(),) if term.low_rank else _in_two(term.left) for term in block.terms),
@@ -243,7 +243,7 @@ def stack(blocks: Sequence[Block]) -> Block | Stack | None:
     if len(alike) > 1 or widest > WIDEST.get(device, _WIDEST_ELSEWHERE):
         return None
     sums = [block for block in blocks if isinstance(block, Kronecker)]
-    if sums and len(sums[0].terms) > 1 and not any(term.diagonal for term in sums[0].terms):
+    if sums and len(sums[0].terms) > 1:
         lefts = [torch.stack([term.dense_left for term in one.terms], 1).flatten(0, 1) for one in sums]
         return Stack(torch.cat(lefts), torch.cat([torch.cat([term.right for term in one.terms], 2) for one in sums]))
     if len(blocks) == 1:
@@ -267,8 +267,8 @@ def _arranged(block: Block, order: Tensor | None) -> Block:
     order = order.to(next(iter(parts(block).values())).device)
     if isinstance(block, Kronecker):
         lefts = [term.left.index_select(2, order) for term in block.terms]
-        dense = [not (term.low_rank or term.diagonal) for term in block.terms]
-        lefts = [left.index_select(1, order) if whole else left for left, whole in zip(lefts, dense, strict=True)]
+        pairs = zip(block.terms, lefts, strict=True)
+        lefts = [left if term.low_rank else left.index_select(1, order) for term, left in pairs]
         return Kronecker(tuple(replace(term, left=left) for term, left in zip(block.terms, lefts, strict=True)))
     if isinstance(block, Diagonal):
         return Diagonal(block.values.index_select(2, order))
@@ -284,7 +284,7 @@ def _padded(block: Block | Stack, width: int) -> Block | Stack:
     if not isinstance(block, Kronecker):
         return block
     terms = [
-        replace(term, left=_wider(term.left, term.left.shape[1] if term.low_rank or term.diagonal else width, width))
+        replace(term, left=_wider(term.left, term.left.shape[1] if term.low_rank else width, width))
         for term in block.terms
     ]
     return Kronecker(tuple(terms))

@@ -14,11 +14,11 @@ import pytest
 from tests.experiments import made_up
 from xkfac.errors import XkfacError
 from xkfac.experiments import report
-from xkfac.experiments.choices import HEADS, read_tuned
+from xkfac.experiments.choices import read_tuned
 from xkfac.experiments.report import write_report
 from xkfac.experiments.results import pooled
 from xkfac.experiments.trials import Choice, Outcome
-from xkfac.experiments.tuning import COLUMNS, Chosen
+from xkfac.experiments.tuning import Chosen
 
 HOSTILE = """<script>alert('x')</script> & "quoted" $\\frac{1}{2}$ ${title} %s ünï 漢字 \t\x07\n""" + "very-long-" * 30
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -249,7 +249,6 @@ def test_choices_are_told_by_the_page_as_by_the_command(tmp_path):
     told = [Chosen("xkfac", seed, choice.task, choice) for seed, choice in enumerate(choices)]
     run = made_up.tuned(tmp_path / "run")
     (tmp_path / "run" / "choices.json").write_text(json.dumps([each.to_dict() for each in told]))
-    assert HEADS == COLUMNS
     assert read_tuned(run).rows == [["XK-FAC", *each.cells()[1:]] for each in told]
 
 

@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from xkfac.experiments.parsing import parse_recipe
 from xkfac.experiments.progress import Standing
 from xkfac.experiments.sequence import Sequence
 from xkfac.experiments.standing import TuningStanding
-from xkfac.experiments.studies import JOURNAL, Studies, import_optuna, open_storage
 from xkfac.experiments.trials import Choice, GridPoint, Outcome, TunedJob, grid_of, held, ranked, tuned_jobs
 from xkfac.experiments.tuner import PHASES, Alone, Refused, Tuner, phase_done
 from xkfac.experiments.tuning import chosen, go_on, tune
@@ -60,7 +59,7 @@ grid = { lr = [0.3, 0.05] }
 
 
 def facts(**changes):
-    return {"place": "cpu", "data": None, "tuning": {"id": "a", "storage": None, "scatter": True, **changes}}
+    return {"place": "cpu", "data": None, "tuning": {"scatter": True, **changes}}
 
 
 def made(path, *names, text=TEXT, settings=(), **tuning):
@@ -339,7 +338,7 @@ def test_without_a_scatter_weights_go_when_a_choice_is_made_and_choices_are_the_
 
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["pytest", "optuna", "tests.experiments.warm_up"])
+_SERVER.set_forkserver_preload(["pytest", "tests.experiments.warm_up"])
 
 
 def mortal(path, at):
@@ -367,9 +366,8 @@ def test_killed_again_and_again_the_choices_are_the_same(unbroken, tmp_path):
         kills += 1
     assert kills > 5
     assert told(run) == told(unbroken, "single", "balanced")
-    states = [trial.state.name for name in import_names(run) for trial in trials(run, name)]
-    assert set(states) == {"COMPLETE", "FAIL"}
-    assert len(states) == 2 * (6 + 2)
+    paths = [path for each in tuned_jobs(run) for path in each.folder.path.glob("stages/[12]/trials/*/outcome.json")]
+    assert len(paths) == 2 * (6 + 2)
     assert not [path for path in run.path.rglob("*") if path.suffix == ".part" or path.name.startswith("checkpoint")]
 
 
@@ -384,64 +382,6 @@ def test_processes_side_by_side_share_the_work_and_one_that_is_killed_is_replace
         for path in each.folder.path.glob("stages/*/trials/*"):
             epochs = [event["epoch"] for event in replace(each.folder, path=path).events()]
             assert epochs == sorted(set(epochs))  # no two processes learnt one trial
-
-
-def import_names(run):
-    return import_optuna().get_all_study_names(open_storage(str(run.path / JOURNAL)))
-
-
-def trials(run, name):
-    storage = open_storage(str(run.path / JOURNAL))
-    return import_optuna().load_study(study_name=name, storage=storage).get_trials()
-
-
-def test_studies_have_every_point_with_what_it_reached(unbroken):
-    names = {f"{line}/0/permutation {task}" for line in unbroken.recipe.lines for task in (1, 2)}
-    assert set(import_names(unbroken)) == names
-    points = grid_of(unbroken.recipe.lines["xkfac"])
-    for number, trial in enumerate(trials(unbroken, "xkfac/0/permutation 2")):
-        outcome = job(unbroken, "xkfac").stage(2).trial(number).outcome()
-        assert (trial.params, trial.value) == (asdict(points[number]), outcome.validation)
-
-
-def test_a_lost_storage_is_made_again_from_the_folder(unbroken, tmp_path):
-    run = work(made(tmp_path / "run", "plain"), "prepare")
-    tuner = Tuner(run, "choose", 0.0)
-    assert tuner._choose(job(run, "plain"))  # one of two trials
-    (run.path / JOURNAL).unlink()
-    work(run, "choose", "measure")
-    assert small.told(run.job("plain", 0)) == small.told(unbroken.job("plain", 0))
-    assert [trial.state.name for trial in trials(run, "plain/0/permutation 1")] == ["COMPLETE"] * 2
-
-
-def test_a_storage_of_another_run_is_refused(tmp_path):
-    shared = str(tmp_path / "shared.journal")
-    work(made(tmp_path / "first", "plain", storage=shared))
-    second = made(tmp_path / "second", "plain", storage=shared, id="b")
-    work(second, "prepare")
-    tuner = Tuner(second, "choose", 0.0)
-    tuner.work()
-    assert "has a study 'plain/0/permutation 1' of another run" in tuner.failures["plain/0"]
-
-
-def test_a_database_will_do_as_storage(unbroken, tmp_path):
-    run = work(made(tmp_path / "run", "plain", storage=f"sqlite:///{tmp_path}/tune.db"))
-    assert small.told(run.job("plain", 0)) == small.told(unbroken.job("plain", 0))
-    assert not (run.path / JOURNAL).exists()
-    with pytest.raises(RunError, match="cannot be opened"):
-        open_storage("nothing://here")
-
-
-def test_half_a_line_in_the_journal_is_cut_off(tmp_path):
-    run = made(tmp_path / "run", "plain")
-    points = [GridPoint(0.1, None), GridPoint(0.2, None)]
-    assert Studies(run).study("a", points).ask() == 0
-    with (run.path / JOURNAL).open("ab") as file:
-        file.write(b'{"op_code": 4, "wor')
-    study = Studies(run).study("a", points)
-    assert study.ask() == 1
-    assert study.begun() == {0, 1}
-    assert Studies(run).study("a", points).begun() == {0, 1}
 
 
 def test_a_lock_is_held_by_one(tmp_path):

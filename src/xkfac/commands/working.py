@@ -103,12 +103,6 @@ def tune(
     device: Device = "auto",
     data: DataFolder = None,
     download: Download = False,
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="A database or a journal file for Optuna; by default a journal in the folder."
-        ),
-    ] = None,
     scatter: Annotated[
         bool, typer.Option(help="Keep the weights of every trial until all is chosen, and measure them too.")
     ] = True,
@@ -125,7 +119,7 @@ def tune(
 
     made = load_recipe(recipe, settings or ())
     folder = output or Path("runs") / f"{made.name}-tuned"
-    where: dict[str, Any] = {"device": device, "data": data, "download": download, "storage": storage}
+    where: dict[str, Any] = {"device": device, "data": data, "download": download}
     _tuned(
         folder,
         quiet,
@@ -178,13 +172,14 @@ def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> Non
 
 def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any]) -> None:
     """Do the work of a tuning with live progress, say what was chosen and why, and write the report."""
-    from xkfac.experiments.tuning import COLUMNS, TuningDisplay
+    from xkfac.experiments.trials import CHOICE_COLUMNS
+    from xkfac.experiments.tuning import TuningDisplay
 
     with interruptible(folder), TuningDisplay(watching(quiet or as_json)) as display:
         found = work(None if quiet or as_json else display.show)
     if as_json:
         print_json({"choices": str(folder / "choices.json"), "chosen": [each.to_dict() for each in found]})
         return
-    print_table(COLUMNS, [each.cells() for each in found])
+    print_table(CHOICE_COLUMNS, [each.cells() for each in found])
     print(f"\nchosen by accuracy in % on the validation split of each target: {folder / 'choices.json'}\n")
     finish([folder], folder / "report", as_json=False)

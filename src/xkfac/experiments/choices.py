@@ -13,15 +13,14 @@ from xkfac.errors import XkfacError
 from xkfac.experiments.markup import counted, table, text
 from xkfac.experiments.results import RunResults
 from xkfac.experiments.scatter import Point
-from xkfac.experiments.trials import GridPoint
+from xkfac.experiments.trials import CHOICE_COLUMNS, GridPoint
 
-HEADS = ("line", "seed", "task", "lr", "damping", "validation", "runner-up", "why")
 _FEW = 24  # rows that a page shows without being asked
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What the tuning of a run left: rows of choices under `HEADS`, and what the settings reached on test parts."""
+    """What the tuning of a run left: rows of choices under `CHOICE_COLUMNS`, and test accuracies of all settings."""
 
     rows: Sequence[Sequence[str]]
     points: Sequence[Point]
@@ -98,11 +97,11 @@ def choices_html(found: Mapping[str, Tuned]) -> str:
     for name, tuned in found.items():
         title = f"<h3>{text(name)}</h3>" if len(found) > 1 else ""
         body = (
-            f'<tr><th scope="row">{text(label)}</th>' + "".join(map(_cell, HEADS[1:], cells)) + "</tr>"
+            f'<tr><th scope="row">{text(label)}</th>' + "".join(map(_cell, CHOICE_COLUMNS[1:], cells)) + "</tr>"
             for label, *cells in tuned.rows
         )
         caption = "The setting that was chosen, its accuracy, that of the next best, and the reason."
-        head = "".join(f'<th scope="col"{_words(name)}>{name}</th>' for name in HEADS)
+        head = "".join(f'<th scope="col"{_words(name)}>{name}</th>' for name in CHOICE_COLUMNS)
         shown = table("Table of choices", caption, head, body)
         opening = " open" if len(tuned.rows) <= _FEW else ""
         inner = f"<details{opening}><summary>{counted(len(tuned.rows), 'choice')}</summary>\n{shown}</details>"

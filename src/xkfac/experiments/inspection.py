@@ -12,7 +12,7 @@ import torch
 from xkfac.curvature import Settings
 from xkfac.experiments.entries import MeanEntry, approximations, derivable, mean_absolute, over_blocks
 from xkfac.experiments.spectra import effective_rank, largest_eigenvalue, spectra, trace
-from xkfac.kronecker import Block, KhatriRao, Kronecker, Term
+from xkfac.kronecker import Block, KhatriRao, Kronecker
 from xkfac.memory import Memory
 from xkfac.units import Unit
 
@@ -36,7 +36,9 @@ def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show:
     Raises MemoryFileError for what is no memory, XkfacError for a `batch` that has no use.
     """
     memory = Memory.load(path)
-    note = derivable(memory.method.settings, batch) if memory.curvature.blocks or memory.curvature.joint else ""
+    note = ""
+    if memory.curvature.blocks or memory.curvature.joint:
+        note = derivable(memory.method.settings, batch, averaged=_is_averaged(memory))
     generator = torch.Generator().manual_seed(seed)
     units, entries = [], []
     for place, unit in enumerate(memory.units):
@@ -91,28 +93,23 @@ def _block(memory: Memory, name: str) -> tuple[Block, bool]:
     curvature = memory.curvature
     if name in curvature.blocks or curvature.joint is None:
         return curvature.blocks[name], False
-    return _diagonal_block(curvature.joint, curvature.joint_units.index(name)), True
-
-
-def _diagonal_block(joint: KhatriRao, place: int) -> Kronecker:
-    """Return the block {A}_{l,l} (x) {H}_{l,l} of the unit at a place of a Khatri-Rao product."""
-    ends = [sum(sizes[:place]) for sizes in (joint.rows, joint.columns)]
-    rows = slice(ends[0], ends[0] + joint.rows[place])
-    columns = slice(ends[1], ends[1] + joint.columns[place])
-    terms = []
-    for term in joint.terms:
-        left = term.left[:, :, columns] if term.low_rank or term.diagonal else term.left[:, columns, columns]
-        terms.append(Term(left, term.right[:, rows, rows], term.low_rank, term.diagonal))
-    return Kronecker(tuple(terms))
+    return curvature.joint.own_block(curvature.joint_units.index(name)), True
 
 
 def _entries(block: Block, memory: Memory, batch: int | None, generator: torch.Generator) -> dict[str, MeanEntry]:
     """Return the mean absolute entries of a block in the approximations that can be known."""
     if not isinstance(block, Kronecker):
         return {}
-    sums = approximations(block, memory.method.settings, batch)
+    sums = approximations(block, memory.method.settings, batch, averaged=_is_averaged(memory))
     found = {name: getattr(sums, name) for name in NAMES}
     return {name: mean_absolute(terms, generator) for name, terms in found.items() if terms is not None}
+
+
+def _is_averaged(memory: Memory) -> bool:
+    """Whether the terms of a memory are averages over several tasks."""
+    sums = [block for block in (*memory.curvature.blocks.values(), memory.curvature.joint) if block is not None]
+    terms = [len(block.terms) for block in sums if isinstance(block, (Kronecker, KhatriRao))]
+    return max(terms, default=0) < memory.tasks * len(memory.method.settings.levels)
 
 
 def _calibration(memory: Memory) -> dict[str, Any] | None:

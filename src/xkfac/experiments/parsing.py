@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +14,14 @@ from typing import Any
 from xkfac.curvature import Settings
 from xkfac.errors import XkfacError
 from xkfac.experiments.recipe import JOINT, SINGLE, Data, Figure, Images, Line, Recipe, Task, without_effect
+from xkfac.experiments.sweeps import check_point, expanded, swept_key
 from xkfac.experiments.toml import RecipeError, as_table, build, check_keys, nearest, read_value, typed
 from xkfac.methods import METHODS
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+
+# Keys of lines that recorded runs still have, each with the value at which it never had an effect.
+_RETIRED = {"clip": 0.0}
 
 
 def named_recipes() -> dict[str, str]:
@@ -72,11 +76,13 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
         raise RecipeError(f"'{source}' has no [lines.NAME] table, so there is nothing to run; add one for each curve")
     world = _images(given) if "images" in given or "tasks" in given else _data(given)
     tasks = world.get("tasks")
+    lines, sweeps = expanded(lines, defaults)
+    defaults = {key: value for key, value in defaults.items() if key != "sweep"}
     build(Line, defaults, "defaults")
     made = {name: _line(name, as_table(own, f"lines.{name}"), defaults, tasks) for name, own in lines.items()}
     for key in figures:
         _check_name(key, "figure")
-    drawn = {key: build(Figure, as_table(own, f"figures.{key}"), f"figures.{key}") for key, own in figures.items()}
+    drawn = {key: _figure(key, as_table(own, f"figures.{key}"), sweeps) for key, own in figures.items()}
     if not drawn:
         drawn = {"accuracy": Figure("Average accuracy", lines=tuple(made))}
     known = {f.name for f in fields(Recipe)} - {"lines", "figures", "data", "images", "tasks"}
@@ -86,6 +92,12 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     )
     _check_recipe(recipe)
     return recipe
+
+
+def _figure(key: str, own: dict[str, Any], sweeps: Mapping[str, tuple[str, ...]]) -> Figure:
+    """Return a figure; the name of a sweep stands for its lines."""
+    figure: Figure = build(Figure, own, f"figures.{key}")
+    return replace(figure, lines=tuple(line for name in figure.lines for line in sweeps.get(name, (name,))))
 
 
 def _data(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,8 +121,10 @@ def _images(given: Mapping[str, Any]) -> dict[str, Any]:
         made[name] = build(Task, as_table(own, f"tasks.{name}"), f"tasks.{name}")
         _check_task(made[name], f"tasks.{name}")
     images: Images = build(Images, given.get("images", {}), "images")
-    _check_images(images, list(made)[1:])
-    return {"images": images, "tasks": made}
+    source, *targets = made
+    _check_images(images, targets)
+    chosen = images.orders[0] if images.orders else targets
+    return {"images": images, "tasks": {name: task for name, task in made.items() if name in (source, *chosen)}}
 
 
 def _check_task(task: Task, where: str) -> None:
@@ -129,15 +143,21 @@ def _check_images(images: Images, targets: list[str]) -> None:
             f"images: validation is the share of the training part, from 0 up to 1, not {images.validation}"
         )
     for order in images.orders:
-        if sorted(order) != sorted(targets):
+        chosen = [name for name in targets if name in images.orders[0]]
+        unknown = next((name for name in order if name not in targets), None)
+        if unknown is not None:
+            raise RecipeError(f"images: an order names '{unknown}', which is no target; they are {', '.join(targets)}")
+        if sorted(order) != sorted(chosen) or not order:
             raise RecipeError(
-                f"images: an order must name each target once ({', '.join(targets)}), and one is {', '.join(order)}"
+                "images: an order must name each target once, and all orders the same targets "
+                f"({', '.join(chosen or targets)}), and one is {', '.join(order)}"
             )
 
 
 def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mapping[str, Task] | None) -> Line:
     where = f"lines.{name}"
     _check_name(name, "line")
+    own = {key: value for key, value in own.items() if key not in _RETIRED or value != _RETIRED[key]}
     method = typed({**defaults, **own}.get("method", Line.method), str, f"{where}: method")
     known = [*METHODS, JOINT, SINGLE]
     if method not in known:
@@ -163,6 +183,7 @@ def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mappi
         raise RecipeError(f"{where}: {error}") from None
     if line.resolved_method().own_bn and tasks is None and line.norm == "none" and not line.own:
         raise RecipeError(f"{where}: a network without BN leaves nothing to each task; name layers in 'own'")
+    check_point(line, where)
     _check_grid(line, where)
     _check_numbers(line, where)
     return line
@@ -201,7 +222,7 @@ def _check_numbers(line: Line, where: str) -> None:
         raise RecipeError(f"{where}: bn_momentum must be above 0 and at most 1, not {line.bn_momentum}")
     if line.balance_every < 1:
         raise RecipeError(f"{where}: balance_every must be at least 1, not {line.balance_every}")
-    for key in ("lr", "target_lr", "lr_end", "damping", "strength", "momentum", "clip", "label_smoothing"):
+    for key in ("lr", "target_lr", "lr_end", "damping", "strength", "momentum", "label_smoothing"):
         if getattr(line, key) is not None and not 0 <= getattr(line, key) < float("inf"):
             raise RecipeError(f"{where}: {key} must be a number of at least 0, not {getattr(line, key)}")
     if not 1 <= line.lr_factor < float("inf"):
@@ -266,8 +287,13 @@ def _apply(table: dict[str, Any], setting: str) -> None:
     _put(table, keys, value)
     if keys[0] == "defaults" and len(keys) > 1:
         for line in lines.values():
-            if isinstance(line, dict) and keys[1] in line:
+            if isinstance(line, dict) and keys[1] in line and _same_sweep(keys[1], line, value):
                 _put(line, keys[1:], value)
+
+
+def _same_sweep(key: str, line: Mapping[str, Any], value: Any) -> bool:
+    """Return False where a setting for all lines gives strengths and a line has a sweep of its learning rate."""
+    return key != "sweep" or swept_key(line["sweep"]) == swept_key(value)
 
 
 def _path(text: str, lines: Iterable[str]) -> list[str]:

@@ -24,8 +24,7 @@ from xkfac.experiments.data import batches, stream
 from xkfac.experiments.folder import JobFolder, RunError, not_written
 from xkfac.experiments.recipe import JOINT, SINGLE, Line
 from xkfac.experiments.stages import Batches, Progress, Stage, stages_of
-from xkfac.experiments.training import Examples, Pool, Stepper, load_momentum, make_optimizer, momentum_of
-from xkfac.experiments.turning import Turn
+from xkfac.experiments.training import Examples, Stepper, load_momentum, make_optimizer, momentum_of
 from xkfac.implicit import Implicit
 from xkfac.learner import Learner
 from xkfac.memory import Memory, consolidate
@@ -60,7 +59,6 @@ class Sequence:
         self._lent = False
         self._best: dict[str, Tensor] = {}
         self._start: dict[str, Tensor] = {}
-        self._turn: Turn | None = None
         self._balance: Balance | None = None
         self.model = self.course.network()
 
@@ -160,7 +158,6 @@ class Sequence:
         options: dict[str, Any] = {
             "label_smoothing": line.label_smoothing,
             "autocast": self.autocast,
-            "clip": line.clip,
         }
         if self.memory is None or not self._protected:
             yield Stepper(self.model, examples, make_optimizer(self.model, self.line.momentum), None, **options)
@@ -171,18 +168,12 @@ class Sequence:
             examples.redraw(self.seed, stage.task, -1)
             with Learner(self.model, self.memory) as learner:
                 learner.begin(examples.chunks())
-        memory, inputs = self.memory, examples
-        # On a GPU the product runs beside the forward pass; implicit steps are of the layer as it is.
-        if isinstance(examples, Pool) and self._device.type == "cpu" and not line.implicit:
-            self._turn = Turn.of(self.model, self.memory)
-            if self._turn is not None:
-                memory, inputs = self._turn.memory, self._turn.pool(examples)
         if line.bn_momentum is not None:
             for norm in norms_of(self.model).values():
                 norm.momentum = line.bn_momentum
         self._balance = self._new_balance(stage)
         with Learner(
-            self.model, memory, damping=self.line.damping, strength=self._strength(), balance=self._balance
+            self.model, self.memory, damping=self.line.damping, strength=self._strength(), balance=self._balance
         ) as learner:
             begun = {"begun": True, "balance": self._balance.state_dict() if self._balance else None}
             learner.load_state_dict(begun)
@@ -192,8 +183,8 @@ class Sequence:
                 limit = learner.stable_lr(line.momentum, implicit=implicit)
                 self.progress.rate = min(1.0, 0.5 * limit / max(first, 1e-300))
             optimizer = make_optimizer(self.model, line.momentum, learner.protected)
-            yield Stepper(self.model, inputs, optimizer, learner, implicit=implicit, **options)
-        self._turn = self._balance = None
+            yield Stepper(self.model, examples, optimizer, learner, implicit=implicit, **options)
+        self._balance = None
         self._start = {}
 
     def _implicit(self, learner: Learner, lr: float) -> Implicit:
@@ -243,11 +234,7 @@ class Sequence:
             stepper.rest()
         stepper.examples.redraw(self.seed, stage.task, progress.epoch)
         order = self._order(stepper.examples, stage)
-        if self._turn is None:
-            loss, penalty = stepper.epoch(order, *rates)
-        else:
-            with self._turn.turned(stepper.optimizer):
-                loss, penalty = stepper.epoch(order, *rates)
+        loss, penalty = stepper.epoch(order, *rates)
         validation = self._validation(stage)
         finite = math.isfinite(loss) and math.isfinite(penalty) and _is_finite(self.model)
         if not finite:

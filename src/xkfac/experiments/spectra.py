@@ -72,11 +72,9 @@ def spectra(block: Block) -> tuple[Spectrum, ...]:
 def _eigenvalues(term: Term) -> Tensor:
     """Return the eigenvalues of A (x) H, [groups, C, D] of them: all products of those of A and of H."""
     left = term.left.double()
-    if term.diagonal:
-        inner: Tensor = left[:, 0]
-    elif term.low_rank:  # R^T R has the eigenvalues of R R^T, and zeros
+    if term.low_rank:  # R^T R has the eigenvalues of R R^T, and zeros
         few = torch.linalg.eigvalsh(left @ left.mT)
-        inner = torch.nn.functional.pad(few, (0, left.shape[2] - few.shape[1]))
+        inner: Tensor = torch.nn.functional.pad(few, (0, left.shape[2] - few.shape[1]))
     else:
         inner = torch.linalg.eigvalsh(left)
     outer: Tensor = torch.linalg.eigvalsh(term.right.double())
@@ -164,7 +162,7 @@ def _start(block: Kronecker, shape: tuple[int, int, int], seed: int) -> Tensor:
     for term in block.terms:
         vector = torch.randn(shape[0], shape[1], 1, generator=generator, dtype=dtype)
         inner = torch.randn(shape[0], 1, shape[2], generator=generator, dtype=dtype)
-        one = Term(term.left, torch.ones(shape[0], 1, 1, dtype=dtype), term.low_rank, term.diagonal)
+        one = Term(term.left, torch.ones(shape[0], 1, 1, dtype=dtype), term.low_rank)
         for _ in range(_POWERS):
             vector, inner = _unit(term.right @ vector), _unit(one.product(inner))
         # Rayleigh quotients weigh groups and terms by how large their eigenvalues are.

@@ -110,9 +110,9 @@ def load_momentum(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: 
 class Stepper:
     """Runs epochs of training steps of a model on examples, with a learner's penalty if there is one.
 
-    label_smoothing: that of the loss. autocast: the dtype that the network computes in, None for its own. clip: the
-    most that the norm of the gradient may be, 0 for no limit. implicit: makes the steps implicit in the penalty. On a
-    GPU some steps in a row, data included, are captured as a graph at the first epoch and replayed from then on.
+    label_smoothing: that of the loss. autocast: the dtype that the network computes in, None for its own.
+    implicit: makes the steps implicit in the penalty. On a GPU some steps in a row, data included, are captured as a
+    graph at the first epoch and replayed from then on.
     """
 
     _in_a_row = 16
@@ -126,11 +126,10 @@ class Stepper:
         *,
         label_smoothing: float = 0.0,
         autocast: torch.dtype | None = None,
-        clip: float = 0.0,
         implicit: Implicit | None = None,
     ) -> None:
         self.model, self.examples, self.optimizer, self.learner = model, examples, optimizer, learner
-        self._label_smoothing, self._autocast, self._clip = label_smoothing, autocast, clip
+        self._label_smoothing, self._autocast = label_smoothing, autocast
         self._implicit = implicit
         self._device = examples.device
         self._totals = torch.zeros(2, device=self._device)
@@ -169,8 +168,6 @@ class Stepper:
             values.append(self.learner.last_penalty)
         if self._implicit is not None:
             self._implicit.step()
-        if self._clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         self.optimizer.step()
         torch._foreach_add_(list(self._totals[: len(values)]), values)
 

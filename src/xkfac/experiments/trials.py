@@ -33,6 +33,7 @@ from xkfac.experiments.folder import JobFolder, RunError, RunFolder, not_written
 from xkfac.experiments.recipe import SINGLE, Line
 
 WEIGHTS = "xkfac-weights"
+CHOICE_COLUMNS = ("line", "seed", "task", "lr", "damping", "validation", "runner-up", "why")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from xkfac.experiments.folder import RunError, RunFolder, not_written
 from xkfac.experiments.materials import Materials, PartName, load_materials
 from xkfac.experiments.recipe import SINGLE
 from xkfac.experiments.sequence import CHECKPOINT_SECONDS, Sequence
-from xkfac.experiments.studies import Studies, Study
 from xkfac.experiments.training import Examples
 from xkfac.experiments.trials import (
     Choice,
@@ -132,7 +131,6 @@ class Tuner:
     def __post_init__(self) -> None:
         self.materials = phase_materials(self.run, self.phase)
         self.jobs = tuned_jobs(self.run)
-        self.studies = Studies(self.run) if self.phase == "choose" else None
         self._courses: dict[str, Course] = {}
         self._memories: dict[Path, Memory] = {}
 
@@ -180,31 +178,21 @@ class Tuner:
                 if not free or job.stage(task).choice() is not None:
                     return free
                 points = grid_of(job.line)
-                assert self.studies is not None
-                study = self.studies.study(f"{job.name}/{self._course(job).tasks[task]}", points)
-                outcomes = [job.stage(task).trial(number).outcome() for number in range(len(points))]
-                if all(outcomes):
-                    self._settle(job, task, _told(study, outcomes))
+                trials = [job.stage(task).trial(number) for number in range(len(points))]
+                outcomes = [outcome for outcome in (trial.outcome() for trial in trials) if outcome is not None]
+                if len(outcomes) == len(points):
+                    self._settle(job, task, outcomes)
                     return True
-                number = self._take(job, task, study, holding)
+                number = self._take(trials, holding)
             if number is None:
                 return False
-            study.tell(self._learn(job, task, number, points[number], job.stage(task).trial(number)))
+            self._learn(job, task, number, points[number], trials[number])
         return True
 
-    def _take(self, job: TunedJob, task: int, study: Study, holding: contextlib.ExitStack) -> int | None:
-        """Return a trial to work on, held: one that was left by a process that is gone, or the next of the grid."""
-        for number in sorted(study.begun()):
-            trial = job.stage(task).trial(number)
+    def _take(self, trials: Iterable[TrialFolder], holding: contextlib.ExitStack) -> int | None:
+        """Return the number of a trial to work on, held: the first that has not ended and that nobody works on."""
+        for number, trial in enumerate(trials):
             if trial.outcome() is None and holding.enter_context(held(trial.path / "lock")):
-                return number
-        while len(study.begun()) < len(study.points):
-            number = study.ask()
-            trial = job.stage(task).trial(number)
-            known = trial.outcome()
-            if known is not None:  # the storage was lost, and the folder was not
-                study.tell(known)
-            elif holding.enter_context(held(trial.path / "lock")):
                 return number
         return None
 
@@ -361,14 +349,6 @@ def _make_room(kept: dict[Any, Any]) -> None:
 
 def _accuracies(course: Course, model: nn.Module, tasks: Iterable[int]) -> list[float]:
     return [course.accuracy(model, task, "test") for task in tasks]
-
-
-def _told(study: Study, outcomes: list[Outcome | None]) -> list[Outcome]:
-    """Return outcomes, of which the study knows all: a process can end between writing one and telling it."""
-    known = [outcome for outcome in outcomes if outcome is not None]
-    for outcome in known:
-        study.tell(outcome)
-    return known
 
 
 def phase_done(job: TunedJob, phase: Phase) -> bool:

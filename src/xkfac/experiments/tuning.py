@@ -26,7 +26,6 @@ from xkfac.experiments.parsing import load_recipe
 from xkfac.experiments.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.running import JobsFailed, Worker, checked, place_of
 from xkfac.experiments.standing import TuningDisplay, TuningStanding
-from xkfac.experiments.studies import Studies, check_storage, import_optuna
 from xkfac.experiments.trials import Choice, grid_of, tuned_jobs
 from xkfac.experiments.tuner import PHASES, Phase, phase_done
 
@@ -65,9 +64,6 @@ class Chosen:
         return [self.line, str(self.seed), self.task, *values, other, self.choice.why]
 
 
-COLUMNS = ("line", "seed", "task", "lr", "damping", "validation", "runner-up", "why")
-
-
 def tune(
     recipe: str | Path | Recipe,
     folder: str | Path,
@@ -78,24 +74,21 @@ def tune(
     device: str = "auto",
     data: str | Path | None = None,
     download: bool = False,
-    storage: str | None = None,
     scatter: bool = True,
     show: ShowTuning | None = None,
 ) -> list[Chosen]:
     """Choose the hyperparameters of a recipe's lines in a folder, new or begun, and return what was chosen.
 
-    recipe, settings, lines, jobs, device, data: those of `xkfac.experiments.start`. storage: the URL of a database, or
-    the path of a journal file, for Optuna's studies, by default a journal in the folder. scatter: keep the weights of
-    every trial until all choices are made, and measure them too. Several processes, also on several machines that
-    share the folder, can work on it at once.
+    recipe, settings, lines, jobs, device, data: those of `xkfac.experiments.start`. scatter: keep the weights of every
+    trial until all choices are made, and measure them too. Several processes, also on several machines that share the
+    folder, can work on it at once.
 
-    Raises XkfacError subclasses for a recipe, folder, data or storage that cannot be used, before anything is run, and
+    Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run, and
     JobsFailed when something failed on the way.
     """
     made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
     made = made.only(lines) if lines else made
     _check_tunable(made)
-    import_optuna()
     path = Path(folder)
     if (path / "run.json").exists():
         run = RunFolder.open(path)
@@ -104,7 +97,7 @@ def tune(
     else:
         where = data or os.environ.get("XKFAC_DATA")
         facts = checked(made, where, place_of(device), download=download, told=show is not None)
-        facts["tuning"] = {"id": secrets.token_hex(8), "storage": check_storage(storage), "scatter": scatter}
+        facts["tuning"] = {"scatter": scatter}
         run = _created(path, made, facts)
     return go_on(run, jobs=jobs, show=show)
 
@@ -145,8 +138,6 @@ def go_on(run: RunFolder, *, jobs: int | None = None, show: ShowTuning | None = 
     every = tuned_jobs(run)
     with run.locked(shared=True) as lock:
         for phase in PHASES:
-            if phase == "choose" and not all(phase_done(job, phase) for job in every):
-                Studies(run)  # a storage that cannot be opened is one error, not one of each process
             errors = _phase(run, phase, jobs, lock, show)
             if not all(phase_done(job, phase) for job in every):
                 raise JobsFailed(
