@@ -246,7 +246,7 @@ def learn_and_die(run, name, at):
 
 
 def learn_and_be_killed(run, name, moments):
-    """Learn a job in a process of its own that is killed at a random moment some events later; return whether it was."""
+    """Learn a job in a process of its own, killed at a random moment some events later; return whether it was."""
     job = run.job(name, 0)
     before = len(job.events()) + moments.randint(1, 4)
     process = _SERVER.Process(target=mortal, args=(str(run.path), name, -1))
