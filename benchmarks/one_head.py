@@ -11,6 +11,7 @@ the penalty, for several curvatures and for these treatments of BN:
     eval      the same, merged weights read with population statistics
     affine    gamma and beta stand still and are not re-centred, statistics follow the batches
     fixed     gamma, beta and statistics stand still
+    target    statistics are those of the new task from its start on and stand still, gamma and beta are learnt
     own       each task has gamma, beta and statistics of its own; the task of a test image is known
 
 Accuracies on test images of the old and the new task, BN with stored statistics (`stored`) or with those of batches of
@@ -53,9 +54,9 @@ CURVATURES: dict[str, dict[str, Any]] = {
     "diagonal": {"method": "diagonal"},
 }
 ROWS = [
-    *(("hierarchical", bn) for bn in ("shared", "eval", "affine", "fixed", "own")),
+    *(("hierarchical", bn) for bn in ("shared", "eval", "affine", "fixed", "target", "own")),
     *(("xkfac", bn) for bn in ("shared", "affine", "own")),
-    *(("kfac", bn) for bn in ("shared", "fixed")),
+    *(("kfac", bn) for bn in ("shared", "fixed", "target")),
     ("diagonal", "shared"),
 ]
 
@@ -160,6 +161,8 @@ def consolidated(net: nn.Module, held_out: list[Examples], curvature: str, bn: s
     method = options.pop("method")
     if bn in ("fixed", "own"):
         options |= {"statistics": "population", "interpretation": "eval", "recentre": False, f"{bn}_bn": True}
+    if bn == "target":
+        options |= {"statistics": "population", "interpretation": "eval", "fixed_statistics": True}
     if bn == "affine":
         options |= {"fixed_affine": True, "recentre": False}
     if bn == "eval":
@@ -278,9 +281,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--share", type=float, default=1.0, help="the share of the training images that is used")
     parser.add_argument("--pairs", nargs="+", default=["digits", "photographs"])
+    parser.add_argument("--treatments", nargs="+", help="of BN, by default all")
     parser.add_argument("--output", type=Path, default=Path("results/one-head"))
     options = parser.parse_args()
     record = {**provenance(), "seeds": options.seeds, "epochs": options.epochs}
+    rows = [row for row in ROWS if options.treatments is None or row[1] in options.treatments]
     cases = [
         Case(options.data, pair, options.device, seed, options.epochs, options.share)
         for pair in options.pairs
@@ -288,14 +293,14 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         started = list(pool.map(start, cases))
-        jobs = [(case, weights, *row) for case, (weights, _) in zip(cases, started, strict=True) for row in ROWS]
+        jobs = [(case, weights, *row) for case, (weights, _) in zip(cases, started, strict=True) for row in rows]
         curves = list(pool.map(curve, *zip(*jobs, strict=True)))
     found = [run for runs in (*(plain for _, plain in started), *curves) for run in runs]
     order = {pair: place for place, pair in enumerate(options.pairs)}
-    rows = {
+    places = {
         row: place for place, row in enumerate([("", "before"), ("", "fine-tuning"), ("", "joint training"), *ROWS])
     }
-    found.sort(key=lambda run: (order[run.pair], rows[run.curvature, run.bn], run.strength, run.seed))
+    found.sort(key=lambda run: (order[run.pair], places[run.curvature, run.bn], run.strength, run.seed))
     keep(options.output, record, [asdict(run) for run in found], table(found))
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -349,6 +350,8 @@ def test_importances_of_a_learner_act_once():
     memory = consolidated(net, first, "xkfac")
     learner = xkfac.Learner(net, memory, importance=(1, 1))
     learner.begin(second)
+    x, y = second[0]
+    learner.objective(F.cross_entropy(net(x), y))
     finished = learner.finish(second)
     new = consolidated(net, second, "xkfac")
     for name, block in finished.curvature.blocks.items():

@@ -198,11 +198,11 @@ def test_extend_refuses_units_of_another_shape_or_make():
     with pytest.raises(xkfac.MismatchError, match=r"unit '3' is linear \[1, 9, 9\] with '4' now and was .*\[1, 7, 9\]"):
         memory.extend(wider, xkfac.estimate(wider, second), OWN, OTHERS)
     with pytest.raises(
-        xkfac.MismatchError, match=r"unit '0' is linear .* now and was linear .* with '1' in the memory"
+        xkfac.MismatchError, match="unit '0' is without a BN behind it now and was merged with '1' in the memory"
     ):
         memory.extend(net, xkfac.estimate(net, second, merge=False), OWN, OTHERS)
     lone = xkfac.consolidate(net, first, exclude="0")
-    with pytest.raises(xkfac.MismatchError, match="'1' belongs to unit '0' now and to unit '1' in the memory; exclude"):
+    with pytest.raises(xkfac.MismatchError, match="unit '1' of the memory is part of unit '0' now; exclude the same"):
         lone.extend(net, xkfac.estimate(net, second), OWN, OTHERS)
 
 

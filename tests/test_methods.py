@@ -20,6 +20,7 @@ def test_the_table_names_its_methods():
         "ewc",
         "fixed-bn",
         "fixed-affine",
+        "fixed-statistics",
         "own-bn",
         "fine-tuning",
     ]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xkfac import storage
+from xkfac.batches import unknown_forward
 from xkfac.calibration import Calibration, CurvePoint
 from xkfac.curvature import Curvature, Settings
 from xkfac.errors import XkfacError
@@ -69,7 +70,9 @@ def rebuilt(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     _need(len(set(parts)) == len(parts), "two units have a part in common")
     _need(method.penalised or not units, f"method '{method.name}' has no units, and there are some")
     anchor, curvature = _tensors(description, units, tensors)
-    calibration = description.get("calibration")  # files from before there were calibrations have none
+    calibration = description.get("calibration")  # older files have neither this key nor the next
+    forward = description.get("forward", False)
+    _need(isinstance(forward, bool), "'forward' is neither true nor false")
     return {
         "anchor": anchor,
         "curvature": curvature,
@@ -80,6 +83,7 @@ def rebuilt(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
         "exclude": tuple(description["exclude"]),
         "examples": description["examples"],
         "calibration": None if calibration is None else _calibration(calibration),
+        "forward": unknown_forward if forward else None,
     }
 
 

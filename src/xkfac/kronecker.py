@@ -269,6 +269,14 @@ class KhatriRao:
 Block = Kronecker | Diagonal | Corrected
 
 
+def is_zero(block: Block) -> bool:
+    """Whether a block is exactly zero; a Kronecker product of positive semi-definite factors is if its trace is."""
+    if isinstance(block, Kronecker):
+        traces = (t.right.diagonal(dim1=1, dim2=2).sum(1) * _left_diagonal(t).sum(1) for t in block.terms)
+        return not any(bool(trace.any()) for trace in traces)
+    return not bool((block.scales if isinstance(block, Corrected) else block.values).any())
+
+
 def symmetrised(matrix: Tensor) -> Tensor:
     """Return matrices [..., F, F], symmetric up to rounding, as exactly symmetric ones."""
     return (matrix + matrix.mT) / 2

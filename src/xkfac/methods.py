@@ -22,6 +22,7 @@ class Method:
     interpretation: how merged weights are read in training. recentre: whether BN is re-centred at a task's start.
     fixed_bn: gamma, beta and the statistics of every BN stay as they are, and BN runs in evaluation mode.
     fixed_affine: gamma and beta of every BN stay as they are; its statistics follow the batches.
+    fixed_statistics: BN runs in evaluation mode, with the statistics that re-centring gave it; gamma and beta learn.
     own_bn: every task has BN layers of its own (`norm_state`), so that the layers in front of them are units alone, and
     BN is free, as is every other `TaskLayer`.
     """
@@ -36,13 +37,23 @@ class Method:
     fixed_bn: bool = False
     own_bn: bool = False
     fixed_affine: bool = False
+    fixed_statistics: bool = False
 
     def __post_init__(self) -> None:
         if self.interpretation not in INTERPRETATIONS:
             raise XkfacError(
                 f"interpretation is '{self.interpretation}'; it must be one of {', '.join(INTERPRETATIONS)}"
             )
-        for name in ("penalised", "merge", "units", "recentre", "fixed_bn", "own_bn", "fixed_affine"):
+        for name in (
+            "penalised",
+            "merge",
+            "units",
+            "recentre",
+            "fixed_bn",
+            "own_bn",
+            "fixed_affine",
+            "fixed_statistics",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise XkfacError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         self._check_contradictions()
@@ -65,6 +76,11 @@ class Method:
             raise XkfacError(
                 "fixed_affine=True keeps gamma and beta, which re-centring and task-specific BN change and "
                 "fixed BN keeps too; pass recentre=False, own_bn=False and fixed_bn=False"
+            )
+        if self.fixed_statistics and (self.fixed_bn or self.own_bn or self.interpretation != "eval"):
+            raise XkfacError(
+                "fixed_statistics=True keeps BN in evaluation mode with one set of statistics; pass fixed_bn=False, "
+                "own_bn=False and interpretation='eval'"
             )
         if not self.units and self.settings.kind != "diagonal":
             raise XkfacError(
@@ -93,6 +109,12 @@ METHODS: dict[str, Method] = {
             fixed_bn=True,
         ),
         Method("fixed-affine", recentre=False, fixed_affine=True),
+        Method(
+            "fixed-statistics",
+            Settings("kfac", statistics="population"),
+            interpretation="eval",
+            fixed_statistics=True,
+        ),
         # Past tasks are used with their own statistics, which do not follow the weights.
         Method(
             "own-bn",

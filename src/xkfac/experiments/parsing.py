@@ -83,8 +83,9 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     for key in figures:
         _check_name(key, "figure")
     drawn = {key: _figure(key, as_table(own, f"figures.{key}"), sweeps) for key, own in figures.items()}
-    if not drawn:
-        drawn = {"accuracy": Figure("Average accuracy", lines=tuple(made))}
+    alone = tuple(name for name, line in made.items() if not line.sweep)
+    if not drawn and alone:  # sweeps have a figure of their own
+        drawn = {"accuracy": Figure("Average accuracy", lines=alone)}
     known = {f.name for f in fields(Recipe)} - {"lines", "figures", "data", "images", "tasks"}
     check_keys(table, known | set(parts), source)
     recipe: Recipe = build(
@@ -292,8 +293,8 @@ def _apply(table: dict[str, Any], setting: str) -> None:
 
 
 def _same_sweep(key: str, line: Mapping[str, Any], value: Any) -> bool:
-    """Return False where a setting for all lines gives strengths and a line has a sweep of its learning rate."""
-    return key != "sweep" or swept_key(line["sweep"]) == swept_key(value)
+    """Return False where a setting gives all lines a sweep and one has a sweep of something else, or wants none."""
+    return key != "sweep" or (bool(line["sweep"]) and swept_key(line["sweep"]) == swept_key(value))
 
 
 def _path(text: str, lines: Iterable[str]) -> list[str]:
