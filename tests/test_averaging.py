@@ -211,6 +211,17 @@ def test_averages_in_float32_bear_factors_of_very_different_size():
     torch.testing.assert_close(tiny.average(tiny, 0.5, 0.5).dense(), tiny.dense(), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("positions", [0, 1])
+def test_averages_are_in_the_wider_dtype_of_the_two(positions):
+    draw = Draw(4, positions=positions)
+    a, b = draw.kronecker(), draw.kronecker()
+    narrow = Kronecker(tuple(Term(t.left.float(), t.right.float(), t.low_rank) for t in a.terms))
+    for one, other in ((narrow, b), (b, narrow)):
+        averaged = one.average(other, 0.5, 0.5, homogeneous=True)
+        assert {tensor.dtype for term in averaged.terms for tensor in (term.left, term.right)} == {torch.float64}
+        close(trace(averaged), (trace(a) + trace(b)) / 2, 1e-6)
+
+
 def joint(draw, columns, rows, positions):
     """Return a Khatri-Rao product over units with so many columns and rows, a homogeneous coordinate in each."""
     ends = torch.tensor(columns).cumsum(0) - 1
