@@ -13,6 +13,7 @@ numbers per unit: sqrt(u_l u_l') on the block of the units l and l', with u_l th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,14 +110,15 @@ def _traces(diagonals: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
 
 def _mixed(matrices: Sequence[Tensor], multipliers: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Return the sum of matrices [groups, F, F], block {l,l'} of each multiplied by sqrt(u_l u_l')."""
-    total = torch.zeros_like(matrices[0])
+    dtype = functools.reduce(torch.promote_types, (matrix.dtype for matrix in matrices))
+    total = torch.zeros_like(matrices[0], dtype=dtype)
     repeats = torch.tensor(sizes, device=total.device)
     for matrix, u in zip(matrices, multipliers, strict=True):
         if len(sizes) == 1:
-            total.addcmul_(matrix, u.to(total.dtype)[:, :, None])
+            total.addcmul_(matrix.to(dtype), u.to(dtype)[:, :, None])
         else:
-            root = u.sqrt().to(total.dtype).repeat_interleave(repeats, 1)
-            total.addcmul_(matrix, root[:, :, None] * root[:, None, :])
+            root = u.sqrt().to(dtype).repeat_interleave(repeats, 1)
+            total.addcmul_(matrix.to(dtype), root[:, :, None] * root[:, None, :])
     return total
 
 

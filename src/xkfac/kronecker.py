@@ -49,8 +49,8 @@ class Term:
 class Kronecker:
     """A sum of Kronecker products, sum_k A_k (x) H_k.
 
-    Where the last term is kept by its root, the root's rows are the means of a population (one a location) whose
-    covariance is the input factor of the term before it.
+    Where the last term is kept by its root, the root's rows are, up to a scale, the means of a population (one per
+    location) whose covariance is the input factor of the term before it.
     """
 
     terms: tuple[Term, ...]

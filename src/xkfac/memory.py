@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from xkfac import storage
-from xkfac.batches import Forward, unknown_forward
+from xkfac.batches import Forward
 from xkfac.calibration import Calibration
-from xkfac.curvature import Curvature, Settings, is_finite
+from xkfac.curvature import Curvature, is_finite
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
 from xkfac.estimation import Estimate, estimate
-from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, assemble, khatri_rao, parts, symmetrised
-from xkfac.likelihood import LIKELIHOODS, Likelihood, get_likelihood
+from xkfac.fileformat import BLOCKS, STORED, named, packed, rebuilt
+from xkfac.likelihood import Likelihood, get_likelihood
 from xkfac.merging import anchor_of, bind
 from xkfac.methods import Method, get_method
 from xkfac.passes import Progress, device_of, full_precision, unwrap
 from xkfac.structure import Pass, check_structure, leave_out
 from xkfac.tasklayers import own_patterns
-from xkfac.tracing import Convolution
 from xkfac.units import Coverage, Row, Unit, as_patterns
-
-_BLOCKS: dict[str, type[Block]] = {"kronecker": Kronecker, "diagonal": Diagonal, "corrected": Corrected}
-_STORED = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -135,8 +131,8 @@ class Memory:
         if dtype is None:
             dtype = next((tensor.dtype for _, tensor in self.curvature.tensors()), torch.float32)
             dtype = torch.promote_types(dtype, torch.float32)
-        if dtype not in _STORED:
-            raise XkfacError(f"a memory is stored in {', '.join(map(str, _STORED))}, not {dtype}; choose one of these")
+        if dtype not in STORED:
+            raise XkfacError(f"a memory is stored in {', '.join(map(str, STORED))}, not {dtype}; choose one of these")
         for unit, tensor in (*self.anchor.items(), *self.curvature.tensors()):
             if not is_finite(tensor.to(dtype)):
                 raise XkfacError(
@@ -148,20 +144,20 @@ class Memory:
         exact = torch.promote_types(dtype, torch.float32)
         tensors = {f"anchor/{name}": tensor.to(exact) for name, tensor in self.anchor.items()}
         for name, block in self.curvature.blocks.items():
-            tensors.update(_packed(f"curvature/{name}", block, dtype))
+            tensors.update(packed(f"curvature/{name}", block, dtype))
         if self.curvature.joint is not None:
-            tensors.update(_packed("joint", self.curvature.joint, dtype))
+            tensors.update(packed("joint", self.curvature.joint, dtype))
         return tensors
 
     def _description(self) -> dict[str, Any]:
-        names = {block: name for name, block in _BLOCKS.items()}
+        names = {block: name for name, block in BLOCKS.items()}
         joint = self.curvature.joint
         return {
             "tasks": self.tasks,
             "examples": self.examples,
             "exclude": list(self.exclude),
             "method": asdict(self.method),
-            "likelihood": _named(self.likelihood),
+            "likelihood": named(self.likelihood),
             "units": [asdict(unit) for unit in self.units],
             "rows": [asdict(row) for row in self.coverage.rows],
             "blocks": {name: names[type(block)] for name, block in self.curvature.blocks.items()},
@@ -180,7 +176,9 @@ class Memory:
         """
         description, tensors = storage.read(path)
         try:
-            memory = _rebuild(description, tensors)
+            memory = cls(**rebuilt(description, tensors))
+            anchor, curvature = _uniform(memory.anchor, memory.curvature)
+            memory = replace(memory, anchor=anchor, curvature=curvature)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise MemoryFileError(
                 f"'{path}' is damaged: its header does not describe its tensors ({error}); fetch or make it again"
@@ -191,88 +189,6 @@ class Memory:
         if model is not None:
             memory.check(model)
         return memory if device is None else memory.to(device)
-
-
-def _is_factor(block: type[Block] | type[KhatriRao], part: str) -> bool:
-    """Whether a part of a block is a symmetric matrix, which a file holds as a triangle."""
-    return block in (Kronecker, KhatriRao) and not part.startswith("root")
-
-
-def _packed(prefix: str, block: Block | KhatriRao, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a block's tensors for a file: factors of Kronecker products as triangles, in bfloat16 of their roots."""
-    packed = {}
-    for part, tensor in parts(block).items():
-        if _is_factor(type(block), part):
-            tensor = storage.triangle(storage.lower_root(tensor) if dtype is torch.bfloat16 else tensor)
-        packed[f"{prefix}/{part}"] = tensor.to(dtype)
-    return packed
-
-
-def _unpacked(
-    prefix: str, block: type[Block] | type[KhatriRao], tensors: Mapping[str, Tensor], roots: bool
-) -> dict[str, Tensor]:
-    """Return a block's tensors from a file's: the inverse of `_packed`, in float32 at least."""
-    named = {}
-    for key, value in tensors.items():
-        path, _, part = key.rpartition("/")
-        if path == prefix:
-            named[part] = value.to(torch.promote_types(value.dtype, torch.float32))
-    for part in filter(functools.partial(_is_factor, block), list(named)):
-        named[part] = storage.symmetric(named[part])
-        if roots:
-            root = named[part].tril()
-            named[part] = symmetrised(root @ root.mT)
-    return named
-
-
-def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
-    units = tuple(_unit(entry) for entry in description["units"])
-    roots = description["roots"]
-    blocks = {}
-    for name, kind in description["blocks"].items():
-        like = _BLOCKS[kind]
-        blocks[name] = assemble(like, _unpacked(f"curvature/{name}", like, tensors, roots))
-    joint, members = None, ()
-    if description["joint"]:
-        entry = description["joint"]
-        joint = khatri_rao(_unpacked("joint", KhatriRao, tensors, roots), entry["rows"], entry["columns"])
-        members = entry["units"]
-    anchor, curvature = _uniform(
-        {unit.name: tensors[f"anchor/{unit.name}"] for unit in units}, Curvature(blocks, joint, tuple(members))
-    )
-    _check_shapes(units, anchor, curvature)
-    method = dict(description["method"])
-    settings = Settings(**method.pop("settings"))
-    likelihood = description["likelihood"]
-    calibration = description.get("calibration")  # files from before there were calibrations have none
-    return Memory(
-        anchor=anchor,
-        curvature=curvature,
-        tasks=description["tasks"],
-        coverage=Coverage(units, tuple(Row(**row) for row in description["rows"])),
-        method=Method(settings=settings, **method),
-        likelihood=_likelihood(likelihood["name"], likelihood["arguments"]),
-        exclude=tuple(description["exclude"]),
-        examples=description["examples"],
-        calibration=calibration and Calibration.read(calibration),
-        forward=unknown_forward if description.get("forward") else None,  # a key that older files do not have
-    )
-
-
-def _check_shapes(units: Iterable[Unit], anchor: Mapping[str, Tensor], curvature: Curvature) -> None:
-    """Raise ValueError for a unit whose anchor or curvature is missing or of another shape."""
-    shapes = {unit.name: unit.shape for unit in units}
-    found = {name: tuple(block.diagonal().shape) for name, block in curvature.blocks.items()}
-    joint = curvature.joint
-    if joint is not None:
-        sizes = {(sum(joint.rows), sum(joint.columns)) == (t.right.shape[-1], t.left.shape[-1]) for t in joint.terms}
-        if sizes != {True}:
-            raise ValueError("the factors across layers are of another size than their units")
-        members = zip(curvature.joint_units, joint.rows, joint.columns, strict=True)
-        found.update({name: (1, rows, columns) for name, rows, columns in members})
-    for name in {*shapes, *found}:
-        if not shapes.get(name) == found.get(name) == tuple(anchor[name].shape):
-            raise ValueError(f"unit '{name}' is of another shape than its tensors")
 
 
 def _anchor(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
@@ -288,58 +204,19 @@ def _anchor(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
 def _uniform(anchor: Mapping[str, Tensor], curvature: Curvature) -> tuple[Mapping[str, Tensor], Curvature]:
     """Return both in the widest dtype of either, so that displacements from the anchor meet the curvature's.
 
-    All is laid out row by row, as a file holds it: matrix products round by the layout of their operands, and a memory
-    from a file goes on to the same bits as one in process.
+    All is laid out row by row at aligned addresses, as from a file: matrix products round by the layout of their
+    operands, and a memory from a file goes on to the same bits as one in process.
     """
     dtypes = {tensor.dtype for _, tensor in (*anchor.items(), *curvature.tensors())}
     widest = functools.reduce(torch.promote_types, dtypes, torch.bfloat16)
-    alike = {name: tensor.to(widest).contiguous() for name, tensor in anchor.items()}
-    return alike, curvature._map(lambda tensor: tensor.to(widest).contiguous())
+    alike = {name: _laid_out(tensor.to(widest)) for name, tensor in anchor.items()}
+    return alike, curvature._map(lambda tensor: _laid_out(tensor.to(widest)))
 
 
-def _unit(entry: Mapping[str, Any]) -> Unit:
-    fields = dict(entry)
-    convolution = fields.pop("convolution")
-    if convolution is not None:
-        padding = tuple(tuple(pair) for pair in convolution.pop("padding"))
-        convolution = Convolution(padding=padding, **{name: tuple(value) for name, value in convolution.items()})
-    return Unit(**{**fields, "shape": tuple(fields["shape"]), "convolution": convolution})
-
-
-class _Unknown(Likelihood):
-    """Stands for a user's likelihood that a file can only name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def _refuse(self) -> NoReturn:
-        raise XkfacError(
-            f"the memory was made with the likelihood '{self.name}', which its file cannot hold; "
-            "pass likelihood=... again"
-        )
-
-    def predictions(self, output: Tensor) -> int:
-        self._refuse()
-
-    def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        self._refuse()
-
-    def nll(self, output: Tensor, labels: Tensor) -> Tensor:
-        self._refuse()
-
-    def root(self, output: Tensor) -> Iterator[Tensor]:
-        self._refuse()
-
-
-def _named(likelihood: Likelihood) -> dict[str, Any]:
-    """Return a likelihood's entry in a file; arguments are None for a user's own, which the file can only name."""
-    if LIKELIHOODS.get(likelihood.name) is not type(likelihood):
-        return {"name": likelihood.name, "arguments": None}
-    return {"name": likelihood.name, "arguments": {key: float(value) for key, value in likelihood.arguments.items()}}
-
-
-def _likelihood(name: str, arguments: Mapping[str, float] | None) -> Likelihood:
-    return _Unknown(name) if arguments is None else LIKELIHOODS[name](**arguments)
+def _laid_out(tensor: Tensor) -> Tensor:
+    """Return a tensor as a new one lies in memory: row by row, also along dimensions of size 1, and aligned."""
+    plain = tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+    return tensor if plain and tensor.data_ptr() % 64 == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def consolidate(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import io
 import json
 import math
+import operator
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from xkfac.errors import MemoryFileError
@@ -66,7 +68,8 @@ def write(
 ) -> None:
     """Write tensors and a JSON description to `path`, replacing what is there only once all is on disk.
 
-    `format` says what the file is; `read` refuses any other.
+    `format` says what the file is; `read` refuses any other. A symbolic link is followed: what it points to is
+    replaced, and the link stays.
 
     Raises MemoryFileError when that fails; what was at `path` is then as it was.
     """
@@ -76,19 +79,24 @@ def write(
     version = str(VERSION)
     digest = _digest(format, version, text, ready)
     metadata = {"format": format, "version": version, "description": text, "digest": digest}
-    temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
     try:
-        _check_target(path)
-        temporary.touch(exist_ok=False)
-        save_file(ready, temporary, metadata)
-        _flush(temporary, os.O_RDWR)
-        temporary.replace(path)
+        _replace(_target(path), ready, metadata)
     except MemoryFileError:
         raise
     except (OSError, ValueError) as error:
         raise MemoryFileError(
             f"'{path}' could not be written and is as it was before ({error}); free space there or choose another place"
         ) from error
+
+
+def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a file beside `path`, bring it onto the disk, and give it that name."""
+    temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
+    try:
+        temporary.touch(exist_ok=False)
+        save_file(tensors, temporary, metadata)
+        _flush(temporary, os.O_RDWR)
+        temporary.replace(path)
     finally:
         with contextlib.suppress(OSError, ValueError):
             temporary.unlink(missing_ok=True)
@@ -132,11 +140,21 @@ def _raw(tensor: Tensor) -> Any:
     return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
 
 
-def _check_target(path: Path) -> None:
-    if path.is_dir():
+def _target(path: Path) -> Path:
+    """Return the regular file, there or still to be made, that a path leads to, symbolic links followed."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    if stat.S_ISDIR(mode):
         raise MemoryFileError(f"'{path}' cannot be written: it is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise MemoryFileError(f"'{path}' cannot be written: the folder '{path.parent}' does not exist; make it first")
+    if not stat.S_ISREG(mode):
+        what = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+        raise MemoryFileError(f"'{path}' cannot be written: it is a {what}, which holds no memory; name a regular file")
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise MemoryFileError(f"'{path}' cannot be written: the folder '{target.parent}' does not exist; make it first")
+    return target
 
 
 def _flush(path: Path, flags: int) -> None:
@@ -149,33 +167,73 @@ def _flush(path: Path, flags: int) -> None:
 
 
 def read(path: str | Path, format: str = FORMAT) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the description and the memory-mapped tensors of a file of a format.
+    """Return the description and the tensors of a file of a format, in memory of their own.
+
+    Nothing stays mapped: what the digest was checked on is what is kept, whatever becomes of the file. All lies at
+    aligned addresses, as tensors do that are made in process, since matrix products round by the address of their
+    operands.
 
     Raises MemoryFileError when the file is missing, truncated, changed, foreign, or of a newer version.
     """
     path = Path(path)
     try:
         _check_file(path)
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            _check_header(path, metadata, format)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        # The digest is over the content; the header itself must be, byte for byte, the one that `write` makes of it.
-        head = _head(tensors, metadata)
-        with path.open("rb") as raw:
-            whole = raw.read(len(head)) == head
-        digest = _digest(format, metadata["version"], metadata["description"], tensors)
-        whole = whole and digest == metadata["digest"]
+        with path.open("rb") as file:
+            metadata, tensors = _read_head(file, path, format)
+            # The digest is over the content; the header itself must be, byte for byte, the one that `write` makes.
+            head = _head(tensors, metadata)
+            file.seek(0)
+            whole = file.read(len(head)) == head and _fill(file, tensors)
+        whole = whole and _digest(format, metadata["version"], metadata["description"], tensors) == metadata["digest"]
         description = json.loads(metadata["description"]) if whole else None
     except MemoryFileError:
         raise
-    except (SafetensorError, OSError, RuntimeError, ValueError, LookupError, TypeError, MemoryError) as error:
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, MemoryError) as error:
         raise MemoryFileError(
             f"'{path}' cannot be read, is truncated, damaged, or no safetensors file ({error}); fetch or make it again"
         ) from None
     if not isinstance(description, dict):
         raise MemoryFileError(f"'{path}' is damaged: its content does not match its digest; fetch or make it again")
     return description, tensors
+
+
+def _read_head(file: io.BufferedReader, path: Path, format: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the metadata of a file and its tensors, whose numbers are still to be read.
+
+    No more memory is asked for than the file is large, whatever its header says.
+    """
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if length > size - 8:
+        raise ValueError("its header is cut off")
+    entries = json.loads(file.read(length))
+    metadata = entries.pop("__metadata__", {})
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is no text")
+    _check_header(path, metadata, format)
+    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
+    tensors, left = {}, size - 8 - length
+    for name, entry in entries.items():
+        shape, dtype = entry["shape"], dtypes[entry["dtype"]]
+        left -= math.prod(map(operator.index, shape)) * dtype.itemsize
+        if min(shape, default=0) < 0 or left < 0:
+            raise ValueError("it is shorter than its header says")
+        tensors[name] = torch.empty(shape, dtype=dtype)
+    if left:
+        raise ValueError("it is longer than its header says")
+    return metadata, tensors
+
+
+def _fill(file: io.BufferedReader, tensors: Mapping[str, Tensor]) -> bool:
+    """Read the numbers of tensors from where a file is; return whether they were all there, and nothing else."""
+    for name in _order(tensors):
+        place = memoryview(_raw(tensors[name])).cast("B")
+        while place:
+            count = file.readinto(place)
+            if not count:
+                return False
+            place = place[count:]
+    return not file.read(1)
 
 
 def _check_file(path: Path) -> None:

@@ -56,7 +56,7 @@ def over_blocks(means: Iterable[MeanEntry]) -> MeanEntry | None:
     return MeanEntry(total / count, math.hypot(*(mean.error * mean.count for mean in means)) / count, count)
 
 
-def derivable(settings: Settings, batch: int | None) -> str:
+def derivable(settings: Settings, batch: int | None, *, averaged: bool = False) -> str:
     """Return why K-FAC and XK-FAC cannot both be known from factors that were estimated so; nothing if they can.
 
     Raises XkfacError for a size of mini-batches that has no use, or is none.
@@ -83,16 +83,26 @@ def derivable(settings: Settings, batch: int | None) -> str:
             "the paper's form keeps H' mixed with H'' by the size of the mini-batches, which the memory does not hold; "
             "give it to see K-FAC (--batch)"
         )
+    if averaged and settings.levels[1:]:
+        return (
+            "the memory averages several tasks, each term by its own gradients, so A is no longer the sum of its input "
+            "factors; K-FAC can be derived from a memory that keeps all terms (keep='all')"
+        )
     return ""
 
 
-def approximations(block: Kronecker, settings: Settings, batch: int | None = None) -> Approximations:
-    """Return K-FAC, XK-FAC and their difference for a block, task by task where the memory keeps all terms."""
+def approximations(
+    block: Kronecker, settings: Settings, batch: int | None = None, *, averaged: bool = False
+) -> Approximations:
+    """Return K-FAC, XK-FAC and their difference for a block, task by task where the memory keeps all terms.
+
+    `averaged`: the block is the average over several tasks, of which XK-FAC alone can be known.
+    """
     if settings.kind == "kfac":
         return Approximations(block.terms, None, None)
     if settings.kind != "xkfac":
         return Approximations(None, None, None)
-    if derivable(settings, batch):
+    if derivable(settings, batch, averaged=averaged):
         return Approximations(None, block.terms, None)
     kfac: list[Term] = []
     difference: list[Term] = []

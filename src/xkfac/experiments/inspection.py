@@ -12,7 +12,7 @@ import torch
 from xkfac.curvature import Settings
 from xkfac.experiments.entries import MeanEntry, approximations, derivable, mean_absolute, over_blocks
 from xkfac.experiments.spectra import effective_rank, largest_eigenvalue, spectra, trace
-from xkfac.kronecker import Block, Kronecker
+from xkfac.kronecker import Block, KhatriRao, Kronecker
 from xkfac.memory import Memory
 from xkfac.units import Unit
 
@@ -36,7 +36,9 @@ def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show:
     Raises MemoryFileError for what is no memory, XkfacError for a `batch` that has no use.
     """
     memory = Memory.load(path)
-    note = derivable(memory.method.settings, batch) if memory.curvature.blocks or memory.curvature.joint else ""
+    note = ""
+    if memory.curvature.blocks or memory.curvature.joint:
+        note = derivable(memory.method.settings, batch, averaged=_is_averaged(memory))
     generator = torch.Generator().manual_seed(seed)
     units, entries = [], []
     for place, unit in enumerate(memory.units):
@@ -98,9 +100,16 @@ def _entries(block: Block, memory: Memory, batch: int | None, generator: torch.G
     """Return the mean absolute entries of a block in the approximations that can be known."""
     if not isinstance(block, Kronecker):
         return {}
-    sums = approximations(block, memory.method.settings, batch)
+    sums = approximations(block, memory.method.settings, batch, averaged=_is_averaged(memory))
     found = {name: getattr(sums, name) for name in NAMES}
     return {name: mean_absolute(terms, generator) for name, terms in found.items() if terms is not None}
+
+
+def _is_averaged(memory: Memory) -> bool:
+    """Whether the terms of a memory are averages over several tasks."""
+    sums = [block for block in (*memory.curvature.blocks.values(), memory.curvature.joint) if block is not None]
+    terms = [len(block.terms) for block in sums if isinstance(block, (Kronecker, KhatriRao))]
+    return max(terms, default=0) < memory.tasks * len(memory.method.settings.levels)
 
 
 def _calibration(memory: Memory) -> dict[str, Any] | None:
