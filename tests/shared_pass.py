@@ -238,7 +238,7 @@ def coupled(rank, ranks):
     broken = failing() if rank == 1 else mine[rank]
     yield "coupled failed", refused(lambda: xkfac.estimate(parallel, broken))
     yield "apart", refused(lambda: xkfac.estimate(parallel, mine[rank], merge=False))
-    yield "bare", refused(lambda: xkfac.estimate(parallel.module, mine[rank], kind="diagonal", units=False))
+    yield "bare", refused(lambda: xkfac.estimate(parallel.module, mine[rank], kind="diagonal", per_parameter=True))
 
 
 def faults(rank, ranks):

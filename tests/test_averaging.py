@@ -349,7 +349,7 @@ def test_importances_act_once(kind, variant):
     net, data, _ = make(kind, dtype=torch.float64)
     memory = consolidated(net, data, variant, draws=1)
     same = Estimate(memory.curvature, memory.coverage, memory.examples)
-    twice = memory.extend(net, same, 1.0, 1.0)
+    twice = memory.extend(net, same, weights=(1.0, 1.0))
     for name, block in twice.curvature.blocks.items():
         close(block.dense(), 2 * memory.curvature.blocks[name].dense())
     if memory.curvature.joint is not None:
@@ -375,7 +375,7 @@ def test_a_bias_in_front_of_a_bn_has_no_curvature_after_many_tasks():
     memory = xkfac.consolidate(net, tasks[0], "unmerged")
     for number in range(1, 4):
         new = xkfac.estimate(net, [(x * number, y) for x, y in tasks[1]], merge=False)
-        memory = memory.extend(net, new, number / (number + 1), 1 / (number + 1))
+        memory = memory.extend(net, new, weights=(number / (number + 1), 1 / (number + 1)))
     for name in ("0", "3"):
         diagonal = memory.curvature.blocks[name].diagonal()
         assert float(diagonal[..., -1].max()) < 1e-20 * float(diagonal[..., :-1].max())

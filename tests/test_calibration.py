@@ -226,10 +226,6 @@ def _entry():
 def test_errors_name_the_remedy():
     model = mlp()
     memory = consolidate(model, data())
-    with pytest.raises(XkfacError, match="needs a memory that was calibrated"):
-        Learner(model, memory, strength="calibrated")
-    with pytest.raises(XkfacError, match="must be a number or 'calibrated'"):
-        Learner(model, memory, strength="strong")
     with pytest.raises(XkfacError, match="'fine-tuning' has no penalty"):
         calibrate(model, consolidate(model, data(), "fine-tuning"), data())
     with pytest.raises(XkfacError, match="gave a single one"):

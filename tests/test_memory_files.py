@@ -33,7 +33,7 @@ def test_saved_memories_come_back_exactly(tmp_path, kind, variant, dtype):
     assert_equal(loaded, memory)
     new = consolidated(net, second, variant)
     new = Estimate(new.curvature, new.coverage, new.examples)
-    extended = memory.extend(net, new, 0.5, 0.5, keep_all=variant in ("xkfac", "cross-layer", "kfac"))
+    extended = memory.extend(net, new, weights=(0.5, 0.5), keep_all=variant in ("xkfac", "cross-layer", "kfac"))
     extended.save(tmp_path / "memory")
     assert_equal(Memory.load(tmp_path / "memory", net), extended)
 
@@ -66,7 +66,7 @@ def test_terms_that_share_a_root_are_saved(tmp_path):
     net, data, _ = make("conv")
     memory = consolidated(net, data, "xkfac")
     same = Estimate(memory.curvature, memory.coverage, memory.examples)
-    extended = memory.extend(net, same, 0.5, 0.5, keep_all=True)
+    extended = memory.extend(net, same, weights=(0.5, 0.5), keep_all=True)
     extended.save(tmp_path / "memory")
     assert_equal(Memory.load(tmp_path / "memory"), extended)
 
@@ -90,7 +90,7 @@ def test_memories_lie_aligned_row_by_row_in_process_and_from_a_file(tmp_path, va
     net, first, second = make("mlp" if variant.startswith("cross-layer") else "conv")
     few = {} if variant == "fine-tuning" else {"draws": 1}
     memory, new = (consolidated(net, data, variant, **few) for data in (first, second))
-    extended = memory.extend(net, Estimate(new.curvature, new.coverage, new.examples), 0.5, 0.5)
+    extended = memory.extend(net, Estimate(new.curvature, new.coverage, new.examples), weights=(0.5, 0.5))
     for made in (memory, extended):
         made.save(tmp_path / "memory")
         for tensor in (*tensors_of(made), *tensors_of(Memory.load(tmp_path / "memory"))):

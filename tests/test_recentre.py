@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tests.setups import randomise
-from xkfac import recentre, to_renorm
+from xkfac import to_renorm
 from xkfac.errors import UnitError, XkfacError
-from xkfac.merging import anchor_of
+from xkfac.merging import anchor_of, recentre
 from xkfac.passes import norms_of
 from xkfac.units import find_units
 

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-5  # of a unit's merged weight: what float32 leaves of it on ano
 
 def check_recentring(method: Method, recentre: bool, has_data: bool) -> None:
     """Raise XkfacError where a method cannot re-centre, or has no data for it."""
-    if recentre and (method.fixed_bn or method.fixed_affine or not method.units):
+    if recentre and (method.fixed_bn or method.fixed_affine or method.per_parameter):
         raise XkfacError(
             f"method '{method.name}' keeps gamma and beta where they are, and re-centring moves them; begin with "
             "recentre=False"
@@ -81,7 +81,7 @@ def check_batch(model: nn.Module, memory: Memory, batch: Any) -> None:
         model,
         to_device(batch, device_of(unwrap(model))),
         merge=memory.method.merge,
-        units=memory.method.units,
+        per_parameter=memory.method.per_parameter,
         exclude=excluded_by(memory.method, model, memory.exclude),
         forward=checked,
         synchronised=True,

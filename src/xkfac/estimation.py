@@ -78,20 +78,20 @@ def estimate(
     cross_layer: bool = False,
     likelihood: str | Likelihood = "categorical",
     merge: bool = True,
-    units: bool = True,
+    per_parameter: bool = False,
     exclude: Iterable[str] = (),
     forward: Forward | None = None,
     max_batches: int | None = None,
-    dtype: torch.dtype | None = None,
+    accumulation_dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: Progress = False,
     graph: bool = False,
 ) -> Estimate:
     """Estimate the curvature of `model` on the data of `loader`; the model is left as it was, bit by bit.
 
-    `kind` to `cross_layer` are explained at `Settings`; `merge`, `units`, `exclude` and `forward` at `find_units`.
-    Factors are accumulated in `dtype`, float32 unless the model is float64, also under autocast. `seed` fixes the
-    labels that are drawn, batch by batch. With `graph` the work of a batch is recorded as a CUDA graph and replayed for
+    `kind` to `cross_layer` are explained at `Settings`; `merge`, `per_parameter`, `exclude` and `forward` at
+    `find_units`. Factors are accumulated in `accumulation_dtype`, float32 unless the model is float64, also under
+    autocast. `seed` fixes the labels that are drawn, batch by batch. With `graph` the work of a batch is recorded as a CUDA graph and replayed for
     all batches of the same shape, which pays on a GPU for small networks. The network runs in evaluation mode but for
     its BN, which uses mini-batch statistics; a batch of a single example has none and runs with the population's.
 
@@ -101,14 +101,14 @@ def estimate(
     Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
     """
     settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer)
-    finding: dict[str, Any] = {"merge": merge, "units": units, "exclude": as_patterns(exclude)}
+    finding: dict[str, Any] = {"merge": merge, "per_parameter": per_parameter, "exclude": as_patterns(exclude)}
     check_loaded(unwrap(model))
     run = _Run(
         unwrap(model),
         settings,
         get_likelihood(likelihood),
         forward or default_forward,
-        _checked(dtype) or widest_dtype(model),
+        _checked(accumulation_dtype) or widest_dtype(model),
         seed,
         lambda batch: find_units(model, batch, **finding, forward=run.checked, synchronised=run.processes is not None),
         graph,

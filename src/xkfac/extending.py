@@ -57,4 +57,4 @@ def extended(
     check_keep(keep)
     own = {"likelihood": memory.likelihood, "exclude": memory.exclude, "forward": memory.forward}
     new = estimate_for(method, model, loader, **own, **options)
-    return memory.extend(unwrap(model), new, *importance, keep_all=keep == "all")
+    return memory.extend(unwrap(model), new, weights=importance, keep_all=keep == "all")

@@ -13,7 +13,6 @@ from xkfac.balance import Balance
 from xkfac.batches import Forward
 from xkfac.begin_checks import Peeked, check_at_anchor, check_batch, check_not_replaced, check_recentring
 from xkfac.branches import Branch
-from xkfac.calibration import Strength, strength_of
 from xkfac.errors import XkfacError
 from xkfac.extending import Keep, check_keep, extended, with_options
 from xkfac.fused import FusedPenalty, accumulate
@@ -31,15 +30,19 @@ from xkfac.stiffness import stiffness
 from xkfac.taps import Shared
 from xkfac.watching import Watch
 
+BN_MOMENTUM = 0.01
+"""How fast BN's running statistics follow a target: their noise changes W~, which no strength of a penalty prevents."""
+
 
 class Learner:
     """Protects what a network knows, as its memory says, while it learns a target task.
 
     damping: lambda, added to the curvature as lambda * I on W~. interpretation: how merged weights are read; the
     method's own unless given. importance: (ls, lt); by default T/(T+1) and 1/(T+1) for a memory of T tasks (eq.
-    imp_hyp). strength: a factor on the penalty alone; "calibrated" takes the scale that `calibrate` has measured.
-    balance: adaptive alpha_s, alpha_t. forward, exclude: how the model takes a batch of the target, and what is left
-    out of its units, where these are not the memory's.
+    imp_hyp). strength: a factor on the penalty alone, by default the scale that `calibrate` measured, or 1 without it.
+    bn_momentum: how fast the running statistics of shared BN follow the target, from `begin` to `finish`; None leaves
+    BN's own momentum. balance: adaptive alpha_s, alpha_t. forward, exclude: how the model takes a batch of the target,
+    and what is left out of its units, where these are not the memory's.
 
     BN layers carry hooks from here on until `finish` or `close`. Make the learner before the first call of a compiled
     model, which would not notice hooks that come later, and with the DistributedDataParallel model where there is one,
@@ -59,12 +62,16 @@ class Learner:
         damping: float = 1e-4,
         interpretation: Interpretation | None = None,
         importance: tuple[float, float] | None = None,
-        strength: Strength = 1.0,
+        strength: float | None = None,
+        bn_momentum: float | None = BN_MOMENTUM,
         balance: Balance | None = None,
         forward: Forward | None = None,
         exclude: Iterable[str] | None = None,
     ) -> None:
-        strength = strength_of(strength, memory.calibration)
+        if strength is None:
+            strength = 1.0 if memory.calibration is None else memory.calibration.scale
+        if bn_momentum is not None and not 0 < bn_momentum <= 1:
+            raise XkfacError(f"bn_momentum must be above 0 and at most 1, or None for BN's own, not {bn_momentum}")
         given = importance or (0.0, 0.0)
         for name, value in (("damping", damping), ("strength", strength), *(("importance", one) for one in given)):
             if not 0 <= value < float("inf"):
@@ -92,6 +99,8 @@ class Learner:
         read = self.memory.to(dtype=widest_dtype(self.model))
         self._penalty = Penalty(read.curvature, read.anchor, damping)
         self._fused = FusedPenalty(self._penalty, self._bound) if self._bound else None
+        self._bn_momentum = bn_momentum if self.method.follows_target else None
+        self._momenta: list[tuple[Any, float | None]] = []
         self._frozen: list[tuple[nn.Parameter, bool]] = []
         self._begun = self._closed = False
         radius = None if memory.calibration is None else memory.calibration.radius
@@ -113,7 +122,7 @@ class Learner:
 
     @property
     def _reads_merged_weights(self) -> bool:
-        return self.method.penalised and self.method.units and not self.method.fixed_bn
+        return self.method.penalised and not (self.method.per_parameter or self.method.fixed_bn)
 
     def _default_importance(self) -> tuple[float, float]:
         if not self.method.penalised:
@@ -161,6 +170,10 @@ class Learner:
             raise XkfacError("this learner is closed and its hooks are gone; make a new Learner for the next task")
 
     def _start(self) -> None:
+        if self._bn_momentum is not None and not self._begun:
+            self._momenta = [(norm, norm.momentum) for norm in norms_of(self.model).values()]
+            for norm, _ in self._momenta:
+                norm.momentum = self._bn_momentum
         if (self.method.fixed_bn or self.method.fixed_affine) and not self._begun:
             affine = [p for norm in norms_of(self.model).values() for p in norm.parameters(recurse=False)]
             self._frozen = [(parameter, parameter.requires_grad) for parameter in affine]
@@ -322,7 +335,7 @@ class Learner:
         exclude: Iterable[str] | None = None,
         forward: Forward | None = None,
         max_batches: int | None = None,
-        dtype: torch.dtype | None = None,
+        accumulation_dtype: torch.dtype | None = None,
         seed: int = 0,
         progress: Progress = False,
         graph: bool = False,
@@ -339,8 +352,19 @@ class Learner:
             self._guard.check_learnt()
         self.close()
         memory = with_options(self.memory, likelihood=likelihood, exclude=exclude, forward=forward)
-        options = {"max_batches": max_batches, "dtype": dtype, "seed": seed, "progress": progress, "graph": graph}
-        return extended(memory, self.method, self._wrapped, loader, self.importance, keep, **options)
+        return extended(
+            memory,
+            self.method,
+            self._wrapped,
+            loader,
+            self.importance,
+            keep,
+            max_batches=max_batches,
+            accumulation_dtype=accumulation_dtype,
+            seed=seed,
+            progress=progress,
+            graph=graph,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint in the middle of a task needs beside the model's and the optimizer's state."""
@@ -359,14 +383,16 @@ class Learner:
             self._guard.stepped = state.get("stepped", True)  # states of before it was kept do not say
 
     def close(self) -> None:
-        """Take the hooks off the model and give frozen parameters their gradients back."""
+        """Take the hooks off the model, and give BN its momentum and frozen parameters their gradients back."""
         self._watch.remove()
         self._guard.remove()
         if self._forks is not None:
             self._forks.remove()
         for parameter, flag in self._frozen:
             parameter.requires_grad_(flag)
-        self._frozen, self._begun, self._closed = [], False, True
+        for norm, momentum in self._momenta:
+            norm.momentum = momentum
+        self._momenta, self._frozen, self._begun, self._closed = [], [], False, True
 
     def __enter__(self) -> Learner:
         return self

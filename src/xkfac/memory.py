@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from xkfac.estimation import Estimate, estimate
 from xkfac.fileformat import BLOCKS, STORED, named, packed, rebuilt
 from xkfac.likelihood import Likelihood, get_likelihood
 from xkfac.merging import anchor_of, bind
-from xkfac.methods import Method, get_method
+from xkfac.methods import Method, MethodOptions, get_method
 from xkfac.passes import Progress, device_of, full_precision, unwrap
 from xkfac.structure import Pass, check_structure, leave_out
 from xkfac.tasklayers import own_patterns
@@ -86,15 +86,17 @@ class Memory:
             exclude=tuple(dict.fromkeys([*self.exclude, *patterns])),
         )
 
-    def extend(self, model: nn.Module, new: Estimate, own: float, others: float, *, keep_all: bool = False) -> Memory:
-        """Return the memory of one task more: H <- own * H + others * H_t, anchored at `model` (postprocessing).
+    def extend(
+        self, model: nn.Module, new: Estimate, *, weights: tuple[float, float], keep_all: bool = False
+    ) -> Memory:
+        """Return the memory of one task more: H <- ls * H + lt * H_t for weights (ls, lt), anchored at `model`.
 
         Two terms become the one Kronecker product that has the partial traces of their weighted sum (see
         `xkfac.averaging`), or with `keep_all` all terms are kept; a unit of one side alone counts zero on the other.
 
         Raises MismatchError when a unit was found in another shape, or made of other parts, than before.
         """
-        for value in (own, others):
+        for value in weights:
             if not 0 <= value < float("inf"):
                 raise XkfacError(f"the importance of a task must be a number of at least 0, not {value}")
         check_structure(self.coverage, Pass(new.coverage))
@@ -104,7 +106,7 @@ class Memory:
         homogeneous = {unit.name for unit in units.values() if unit.homogeneous}
         before = self.curvature.to(device_of(unwrap(model)))
         with full_precision(device_of(unwrap(model))):
-            extended = before.extend(new.curvature, own, others, keep_all=keep_all, homogeneous=homogeneous)
+            extended = before.extend(new.curvature, *weights, keep_all=keep_all, homogeneous=homogeneous)
         anchor, curvature = _uniform(_anchor(model, units.values()), extended)
         return replace(
             self,
@@ -119,15 +121,16 @@ class Memory:
         """Return a table of every parameter with its unit, kind and size, below a line on the memory itself."""
         return f"{self!r}\n{self.coverage.noted(self.curvature.zero_units(), 'curvature is zero')}"
 
-    def save(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write the memory to a safetensors file, atomically, its curvature in `dtype`, by default in its own.
+    def save(self, path: str | Path, storage_dtype: torch.dtype | None = None) -> None:
+        """Write the memory to a safetensors file, atomically, its curvature in `storage_dtype`.
 
-        `dtype` is float32, bfloat16 or float64. The anchor is kept in float32 at least: rounded, it would pull the
-        weights away from where they are. In bfloat16 the Kronecker factors are stored by their Cholesky roots, which
-        stay positive semi-definite when rounded.
+        That is float32, bfloat16 or float64, by default the curvature's own. The anchor is kept in float32 at least:
+        rounded, it would pull the weights away from where they are. In bfloat16 the Kronecker factors are stored by
+        their Cholesky roots, which stay positive semi-definite when rounded.
 
-        Raises MemoryFileError when the file cannot be written, XkfacError for numbers that are not finite in `dtype`.
+        Raises MemoryFileError when the file cannot be written, XkfacError for numbers that are not finite in it.
         """
+        dtype = storage_dtype
         if dtype is None:
             dtype = next((tensor.dtype for _, tensor in self.curvature.tensors()), torch.float32)
             dtype = torch.promote_types(dtype, torch.float32)
@@ -228,19 +231,19 @@ def consolidate(
     exclude: Iterable[str] = (),
     forward: Forward | None = None,
     max_batches: int | None = None,
-    dtype: torch.dtype | None = None,
+    accumulation_dtype: torch.dtype | None = None,
     seed: int = 0,
     progress: Progress = False,
     graph: bool = False,
-    **changes: Any,
+    **options: Unpack[MethodOptions],
 ) -> Memory:
     """Make the memory of the task that `model` has just learnt, while its data is there.
 
-    `method` is one of `METHODS`: xkfac, kfac, corrected, diagonal, unmerged, ewc, fixed-bn, fine-tuning. `changes`
-    are fields of `Method` and `Settings`, such as `form="mean"`. The other arguments are those of `estimate`. The model
-    is left as it was, bit by bit.
+    `method` is one of `METHODS`, or a `Method`. `options` change fields of it and of its `Settings`, such as
+    `form="paper"`; one that would have no effect is refused. The other arguments are those of `estimate`. The model is
+    left as it was, bit by bit.
     """
-    chosen = get_method(method, **changes)
+    chosen = get_method(method, **options)
     likelihood = get_likelihood(likelihood)
     exclude = as_patterns(exclude)
     new = estimate_for(
@@ -251,7 +254,7 @@ def consolidate(
         exclude=exclude,
         forward=forward,
         max_batches=max_batches,
-        dtype=dtype,
+        accumulation_dtype=accumulation_dtype,
         seed=seed,
         progress=progress,
         graph=graph,
@@ -267,7 +270,9 @@ def estimate_for(method: Method, model: nn.Module, loader: Iterable[Any], **opti
         rows = tuple(Row(name, "-", "unprotected", parameter.numel()) for name, parameter in named)
         return Estimate(Curvature({}), Coverage((), rows), 0)
     options["exclude"] = excluded_by(method, model, options.get("exclude") or ())
-    return estimate(model, loader, **asdict(method.settings), merge=method.merge, units=method.units, **options)
+    return estimate(
+        model, loader, **asdict(method.settings), merge=method.merge, per_parameter=method.per_parameter, **options
+    )
 
 
 def excluded_by(method: Method, model: nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:

@@ -187,7 +187,7 @@ def find_units(
     batch: Any,
     *,
     merge: bool = True,
-    units: bool = True,
+    per_parameter: bool = False,
     exclude: Iterable[str] = (),
     forward: Forward | None = None,
     synchronised: bool = False,
@@ -195,7 +195,7 @@ def find_units(
     """Run `model` once on `batch` and return its units.
 
     With `merge=False` nothing is merged: a layer and the BN behind it are two units, and that of a BN holds its gamma,
-    beta, mu and sigma one by one. With `units=False` every parameter is a free one (plain EWC). `exclude` names
+    beta, mu and sigma one by one. With `per_parameter` every parameter is a free one (plain EWC). `exclude` names
     parameters, modules (all their parameters) or patterns such as "head*" that are left out. `forward(model, batch)`
     says how the model takes a batch. `synchronised` admits SyncBatchNorm layers, for a pass that their processes share.
 
@@ -204,7 +204,13 @@ def find_units(
     dimension that is not the batch.
     """
     return discover(
-        model, batch, merge=merge, units=units, exclude=exclude, forward=forward, synchronised=synchronised
+        model,
+        batch,
+        merge=merge,
+        per_parameter=per_parameter,
+        exclude=exclude,
+        forward=forward,
+        synchronised=synchronised,
     )[0]
 
 
@@ -213,7 +219,7 @@ def discover(
     batch: Any,
     *,
     merge: bool,
-    units: bool,
+    per_parameter: bool,
     exclude: Iterable[str],
     forward: Forward | None,
     synchronised: bool,
@@ -230,7 +236,7 @@ def discover(
         model.eval()
         output = (forward or default_forward)(model, batch)
     trace._use(list(tensors(output)), None, ())
-    found = list(_layers_and_norms(trace, size_of(batch), merge, excluded, synchronised)) if units else []
+    found = [] if per_parameter else list(_layers_and_norms(trace, size_of(batch), merge, excluded, synchronised))
     taken = {name for unit in found for name in parameters_of(model, unit)}
     for name, parameter in model.named_parameters():
         if name not in taken and name not in excluded:

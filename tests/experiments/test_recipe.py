@@ -293,7 +293,7 @@ def lines(draw):
         made |= {"damping": draw(NUMBERS), "strength": draw(NUMBERS)}
         made["curvature"] = draw(st.sampled_from([{}, {"draws": 3}, {"labels": "exact"}, {"statistics": "batch"}]))
         made |= {"consolidate": draw(st.sampled_from(["train", "validation"])), "keep": draw(st.sampled_from(["all"]))}
-        if METHODS[method].units and not (METHODS[method].fixed_bn or made.get("fixed_bn") or norm == "none"):
+        if not (METHODS[method].per_parameter or METHODS[method].fixed_bn or made.get("fixed_bn") or norm == "none"):
             made |= draw(st.sampled_from([{}, {"interpretation": "bn"}, {"recentre": False, "interpretation": "brn"}]))
     useless = without_effect(made)
     return Line(**{key: value for key, value in made.items() if key not in useless})

@@ -108,7 +108,7 @@ class Line:
     method: one of `xkfac.METHODS`; or `joint`, which trains on all tasks at once, for each number of tasks in `at`; or
     `single`, which trains a network of its own for each task.
     own: layers that each task has of its own, by patterns of their paths; `method` says whether BN is too. Permuted
-    digits are then told apart by themselves (`xkfac.TaskTeller`).
+    digits are then told apart by themselves (`TaskTeller`).
     interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
     damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
     held-out examples of the first task found. steady: take no learning rate above half of what is stable along the
@@ -293,7 +293,7 @@ def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, s
         useless |= dict.fromkeys(("lr_every", "lr_factor"), "a learning rate that falls to lr_end")
     if not line.get("balance", False):
         useless["balance_every"] = "a line whose losses are not balanced"
-    if not chosen.units:
+    if chosen.per_parameter:
         useless |= dict.fromkeys(_READING, f"method '{method}', which penalises every parameter by itself")
     if line.get("fixed_bn") is True:
         useless |= dict.fromkeys(_READING, "a line whose fixed_bn keeps BN as it is")

@@ -28,7 +28,6 @@ from xkfac.experiments.training import Examples, Stepper, load_momentum, make_op
 from xkfac.implicit import Implicit
 from xkfac.learner import Learner
 from xkfac.memory import Memory, consolidate
-from xkfac.passes import norms_of
 
 CHECKPOINT_SECONDS = 10.0
 
@@ -168,12 +167,14 @@ class Sequence:
             examples.redraw(self.seed, stage.task, -1)
             with Learner(self.model, self.memory) as learner:
                 learner.begin(examples.chunks())
-        if line.bn_momentum is not None:
-            for norm in norms_of(self.model).values():
-                norm.momentum = line.bn_momentum
         self._balance = self._new_balance(stage)
         with Learner(
-            self.model, self.memory, damping=self.line.damping, strength=self._strength(), balance=self._balance
+            self.model,
+            self.memory,
+            damping=line.damping,
+            strength=self._strength(),
+            bn_momentum=line.bn_momentum,
+            balance=self._balance,
         ) as learner:
             begun = {"begun": True, "balance": self._balance.state_dict() if self._balance else None}
             learner.load_state_dict(begun)
