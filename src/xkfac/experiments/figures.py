@@ -18,14 +18,16 @@ from matplotlib.lines import Line2D
 
 from xkfac.experiments.drawing import SPREAD, Drawn, Key, Panel, Plot, element, save, shortened, whole_ticks
 from xkfac.experiments.multiples import draw_matrices, draw_training
+from xkfac.experiments.parsing import LONGEST_NAME
 from xkfac.experiments.recipe import Figure
 from xkfac.experiments.results import JobResult, RunResults, Spread
 from xkfac.experiments.scatter import SCATTER, Point, draw_scatter
 from xkfac.experiments.styles import Style, looks, style_of, swatch
 from xkfac.experiments.tables import Curve, Entry, entries, notes, number, printable, spread_cells
 
-__all__ = ["Drawn", "draw_all"]
+__all__ = ["Drawn", "draw_all", "figure_names"]
 
+_TABLES = ("summary", "accuracies")  # those CSV files are of tables
 _WIDE, _NARROW = (720, 400), (372, 330)
 
 
@@ -40,7 +42,7 @@ def draw_all(
     """
     lines = entries(runs)
     drawn = []
-    keys = {"summary", "accuracies"}  # those CSV files are of tables
+    keys = set(_TABLES)
     figures = _figures(runs, lines)
     for key, figure, shown in figures:
         name = _file_name(key, keys)
@@ -63,6 +65,12 @@ def draw_all(
     return drawn
 
 
+def figure_names(runs: Sequence[RunResults]) -> list[str]:
+    """Return the names of the files of average accuracy, without endings, in the order of the recipes' figures."""
+    taken = set(_TABLES)
+    return [_file_name(key, taken) for key, _, _ in _figures(runs, entries(runs))]
+
+
 def _figures(runs: Sequence[RunResults], lines: Sequence[Entry]) -> list[tuple[str, Figure, list[Entry]]]:
     """Return the figures of all recipes, those of the same key as one, and one of the lines that no figure shows."""
     found: dict[str, Figure] = {}
@@ -83,7 +91,7 @@ def _figures(runs: Sequence[RunResults], lines: Sequence[Entry]) -> list[tuple[s
 
 def _file_name(key: str, taken: set[str], ending: str = "") -> str:
     """Return a name for files that any system takes, and that none of the figures so far has."""
-    name = stem = (re.sub(r"[^a-z0-9_-]+", "-", key.lower()).strip("-")[:60] or "figure") + ending
+    name = stem = (re.sub(r"[^a-z0-9_-]+", "-", key.lower()).strip("-")[:LONGEST_NAME] or "figure") + ending
     number_of = 2
     while name in taken:
         name, number_of = f"{stem}-{number_of}", number_of + 1
