@@ -238,9 +238,8 @@ def test_every_line_of_events_is_checked_by_its_fields(tmp_path, line, message):
     said = str(caught.value)
     assert message in said
     assert said.startswith(f"'{path}' is damaged: ")
-    assert said.endswith(
-        f"{'restore recipe.toml, or ' * ('recipe.toml' in message)}remove the folder '{path.parent}' to run this job again from its start"
-    )
+    restore = "restore recipe.toml, or " if "recipe.toml" in message else ""
+    assert said.endswith(f"; {restore}remove the folder '{path.parent}' to run this job again from its start")
     assert len(said) < 1000
 
 
