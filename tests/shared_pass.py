@@ -200,6 +200,9 @@ def per_process(rank, ranks, folder):
     linear = nn.parallel.DistributedDataParallel(perceptron())
     for form in ("mean", "paper"):
         yield f"cross-layer {form}", xkfac.estimate(linear, whole()[rank::ranks], form=form, cross_layer=True).curvature
+    own = whole()[rank::ranks]
+    streamed = xkfac.estimate(linear, iter(own) if rank != 1 else own).curvature
+    yield "streams", (streamed, xkfac.estimate(linear, own).curvature)
     with Counted() as counted:
         xkfac.estimate(linear, whole()[rank::ranks])
     yield "numbers", counted.numbers
@@ -232,6 +235,8 @@ def coupled(rank, ranks):
     cut = [(x[:, :, :4, :4], y) for x, y in mine[rank][:1]]
     yield "coupled oracle", xkfac.estimate(conv, cut, form="paper", labels="exact").curvature
     yield "uneven", refused(lambda: xkfac.estimate(parallel, mine[rank][: 1 + (rank == 0)], draws=1))
+    broken = failing() if rank == 1 else mine[rank]
+    yield "coupled failed", refused(lambda: xkfac.estimate(parallel, broken))
     yield "apart", refused(lambda: xkfac.estimate(parallel, mine[rank], merge=False))
     yield "bare", refused(lambda: xkfac.estimate(parallel.module, mine[rank], kind="diagonal", units=False))
 

@@ -192,6 +192,7 @@ def test_calibration_is_kept_by_finish_and_files(tmp_path):
     assert "scaled by 20" in repr(memory)
     with Learner(model, memory) as learner:
         learner.begin(target())
+        learner.penalty()
         assert learner.finish(target()).calibration == CALIBRATION
     consolidate(mlp(), data()).save(tmp_path / "none")
     assert Memory.load(tmp_path / "none").calibration is None
@@ -240,7 +241,7 @@ def test_errors_name_the_remedy():
             calibrate(model, memory, data(), **{name: value})
     move(model)
     before = everything_about(model)
-    with pytest.raises(MismatchError, match="are not those that the memory was made from"):
+    with pytest.raises(MismatchError, match="away from those that the memory was made from"):
         calibrate(model, memory, data(), **quick())
     after = everything_about(model)
     assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])

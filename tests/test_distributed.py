@@ -1,8 +1,11 @@
 """A pass that two or four processes share: the curvature of one process over the same mini-batches, to rounding."""
 
 import functools
+import json
 import re
 import socket
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +32,7 @@ from tests.shared_pass import (
 )
 from xkfac.kronecker import parts
 from xkfac.processes import Layout, _buffers, shared_out
+from xkfac.sharing import Outcome
 from xkfac.triangles import folded, unfolded
 
 
@@ -104,6 +108,11 @@ def test_processes_without_a_batch_get_the_curvature_of_the_others(results):
     left = parts(found[0]["alone"].blocks["conv"])["left.0"]  # inputs do not depend on the labels that are drawn
     torch.testing.assert_close(left, parts(keyed[0].blocks["conv"])["left.0"], rtol=1e-11, atol=1e-12)
     assert {one["max_batches"] for one in found} == {SIZES[0] * ranks}
+
+
+def test_streams_are_counted_over_all_processes(results):
+    for streamed, listed in (one["streams"] for one in results[0]):
+        identical([streamed, listed])
 
 
 @pytest.mark.parametrize(
@@ -189,6 +198,11 @@ def test_the_memory_is_the_same_file_and_the_network_is_as_before(results):
         ("weights", "'head.weight' of process 1 is not that of process 0; .* load the same state", None),
         ("buffers", "'bn.running_var' of process 1 is not that of process 0", None),
         ("uneven", "process 1 has no batch where process 0 has one .* give all the same number of batches", None),
+        (
+            "coupled failed",
+            "XkfacError: the disk is on fire",
+            "process 1 failed to get its batches; its own error says",
+        ),
         ("apart", "UnitError: .* is a SyncBatchNorm, .*per-process BatchNorm", None),
         ("bare", "'lone' is a SyncBatchNorm over . processes; give the pass the DistributedDataParallel model", None),
     ],
@@ -196,6 +210,16 @@ def test_the_memory_is_the_same_file_and_the_network_is_as_before(results):
 def test_faults_are_raised_on_every_process(results, fault, own, others):
     for rank, one in enumerate(results[0]):
         assert re.search(own if others is None or rank == 1 else others, one[fault]), one[fault]
+
+
+def test_nothing_but_json_and_tensors_travels():
+    sources = Path(xkfac.__file__).parent.rglob("*.py")
+    assert not [path for path in sources if re.search(r"^\s*(import|from) pickle", path.read_text(), re.MULTILINE)]
+    layout = Layout((2, 3, 3), torch.bfloat16, symmetric=True)
+    assert Layout.read(json.loads(json.dumps(layout.described()))) == layout
+    coverage = xkfac.find_units(everything(), images(1)[0])
+    outcome = Outcome(2, 13, coverage, None)
+    assert Outcome.read(json.loads(json.dumps(asdict(outcome)))) == outcome
 
 
 @pytest.mark.parametrize("size", range(1, 8))

@@ -135,10 +135,10 @@ def test_corrected_has_the_exact_variances_in_the_eigenbasis_of_partial_traces(n
         assert isinstance(block, Corrected)
         rows, columns = block.right.shape[1], block.left.shape[1]
         blocks = fisher.reshape(-1, columns, rows, columns, rows)
-        trace = fisher.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].sqrt()
-        left, right = torch.einsum("giaja->gij", blocks) / trace, torch.einsum("giaib->gab", blocks) / trace
-        torch.testing.assert_close(block.left @ torch.diag_embed(block.left_values) @ block.left.mT, left)
-        torch.testing.assert_close(block.right @ torch.diag_embed(block.right_values) @ block.right.mT, right)
+        left, right = (torch.einsum(sums, blocks) for sums in ("giaja->gij", "giaib->gab"))
+        of_left, of_right = (values.sum(1)[:, None, None] for values in (block.left_values, block.right_values))
+        torch.testing.assert_close(of_right * block.left @ torch.diag_embed(block.left_values) @ block.left.mT, left)
+        torch.testing.assert_close(of_left * block.right @ torch.diag_embed(block.right_values) @ block.right.mT, right)
         eigenvectors = oracles.dense(block.left, block.right)
         variances = torch.diagonal(eigenvectors.mT @ fisher @ eigenvectors, dim1=1, dim2=2)
         torch.testing.assert_close(block.scales.mT.flatten(1), variances, atol=1e-10, rtol=1e-10)

@@ -27,6 +27,7 @@ def test_a_memory_of_fifty_tasks_is_as_large_as_that_of_one(net, tmp_path):
     for _ in range(49):
         learner = xkfac.Learner(model, memory)
         learner.begin(recentre=False)
+        learner.penalty()
         memory = learner.finish(second[:1], keep="average")
         assert bytes_of(memory) == size
     assert memory.tasks == 50

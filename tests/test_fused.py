@@ -287,6 +287,7 @@ def operations(depth, at_once, bn=nn.BatchNorm1d):
     model, learner = started(randomise(nn.Sequential(*layers, nn.Linear(6, 3))))
     x, y = target()[0]
     counts = []
+    learner.objective(F.cross_entropy(model(x), y))  # the first step prepares what the others need
     for penalised in (True, False):
         model.zero_grad()
         if not penalised:

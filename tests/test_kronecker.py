@@ -74,37 +74,6 @@ def test_dense_matrix_follows_the_definition_of_the_kronecker_product():
     torch.testing.assert_close(block.dense(), torch.stack(expected))
 
 
-def test_average_of_kronecker_factors_is_factor_by_factor():
-    a, b = (Kronecker(tuple(Term(psd(COLUMNS), psd(ROWS)) for _ in range(2))) for _ in range(2))
-    averaged = a.average(b, 0.75, 0.25)
-    for ours, first, second in zip(averaged.terms, a.terms, b.terms, strict=True):
-        torch.testing.assert_close(ours.left, 0.75 * first.left + 0.25 * second.left)
-        torch.testing.assert_close(ours.right, 0.75 * first.right + 0.25 * second.right)
-
-
-@pytest.mark.parametrize("weights", [(0.75, 0.25), (2.0, 0.5)])
-def test_average_of_covariances_and_means_is_that_of_the_united_population(weights):
-    """Of samples x weighted by their task: A, S and M of the union, the sum S + M being the average of A exactly."""
-    own, others = weights
-    samples = [torch.randn(1, 50, COLUMNS).double() + shift for shift in (1.0, -2.0)]
-    blocks = []
-    for x in samples:
-        mean = x.mean(1, keepdim=True)
-        covariance = (x - mean).mT @ (x - mean) / 50
-        blocks.append(Kronecker((Term(covariance, psd(ROWS, 1)), Term(mean, psd(ROWS, 1), low_rank=True))))
-    fine, coarse = blocks[0].average(blocks[1], own, others).terms
-    first, second = (x.mean(1, keepdim=True) for x in samples)
-    union = (own * first + others * second) / (own + others)
-    deviations = [x - union for x in samples]
-    scatter = own * deviations[0].mT @ deviations[0] / 50 + others * deviations[1].mT @ deviations[1] / 50
-    torch.testing.assert_close(fine.left, scatter)
-    torch.testing.assert_close(coarse.dense_left, (own + others) * union.mT @ union)
-    total = own * samples[0].mT @ samples[0] / 50 + others * samples[1].mT @ samples[1] / 50
-    torch.testing.assert_close(fine.left + coarse.dense_left, total)
-    assert coarse.low_rank
-    assert coarse.left.shape == (1, 1, COLUMNS)
-
-
 def test_join_is_the_exact_sum():
     a, b = kronecker(), kronecker()
     torch.testing.assert_close(a.join(b).dense(), a.dense() + b.dense())
@@ -120,9 +89,13 @@ def test_average_of_corrected_blocks_is_the_diagonal_of_the_sum_in_the_new_basis
     basis = torch.stack([torch.kron(averaged.left[g], averaged.right[g]) for g in range(GROUPS)])
     total = 0.75 * a.dense() + 0.25 * b.dense()
     torch.testing.assert_close(vec(averaged.scales), (basis.mT @ total @ basis).diagonal(dim1=1, dim2=2))
-    left = 0.75 * a.left @ torch.diag_embed(a.left_values) @ a.left.mT
-    left = left + 0.25 * b.left @ torch.diag_embed(b.left_values) @ b.left.mT
-    torch.testing.assert_close(averaged.left @ torch.diag_embed(averaged.left_values) @ averaged.left.mT, left)
+    # The basis is that of the partial traces of the two products of factors.
+    left = sum(
+        weight * c.right_values.sum(1)[:, None, None] * (c.left @ torch.diag_embed(c.left_values) @ c.left.mT)
+        for weight, c in ((0.75, a), (0.25, b))
+    )
+    found = averaged.left @ torch.diag_embed(averaged.left_values) @ averaged.left.mT
+    torch.testing.assert_close(found * averaged.right_values.sum(1)[:, None, None], left)
 
 
 def test_roots_stay_roots_only_while_they_are_cheaper():

@@ -29,6 +29,7 @@ def test_importance_is_that_of_equal_tasks_or_the_users():
     for tasks in (2, 3, 4):
         with Learner(model, memory) as learner:
             learner.begin(target())
+            gradients(model, learner)
             memory = learner.finish(target())
         assert memory.tasks == tasks
         assert Learner(model, memory).importance == (tasks / (tasks + 1), 1 / (tasks + 1))
@@ -101,7 +102,8 @@ def test_begin_passes_its_options_on():
         return net(batch["image"])
 
     learner.begin([{"image": x} for x, _ in target()], forward=forward, max_batches=2)
-    assert len(seen) == 2
+    assert len(seen) == 3  # one to compare the network with the memory, two to re-centre
+    assert torch.equal(seen[0], seen[1])
 
 
 def test_begin_refuses_a_network_that_is_not_at_the_anchor():
@@ -111,7 +113,7 @@ def test_begin_refuses_a_network_that_is_not_at_the_anchor():
     with torch.no_grad():
         model[3].weight.mul_(1.1)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(MismatchError, match=r"unit '3' are not those .* load_state_dict"):
+    with pytest.raises(MismatchError, match=r"unit '3' are .* away from those .* load_state_dict"):
         learner.begin(target())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     with torch.no_grad():
@@ -157,6 +159,7 @@ def test_a_failed_begin_leaves_model_and_learner_as_they_were():
 def test_finish_extends_the_memory_and_removes_all_hooks(keep):
     layers = nn.BatchNorm1d(6), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)
     model, learner = started(randomise(nn.Sequential(*layers)))
+    gradients(model, learner)
     assert hooks(model) > 0
     before = learner.memory
     new = learner.finish(target(), keep=keep, seed=5)
@@ -170,7 +173,8 @@ def test_finish_extends_the_memory_and_removes_all_hooks(keep):
     got = new.curvature.quadratic(v)
     if keep == "all":
         torch.testing.assert_close(got, (before.curvature.quadratic(v) + fresh.quadratic(v)) / 2)
-    averaged = before.curvature.extend(fresh, 0.5, 0.5, keep_all=keep == "all").quadratic(v)
+    homogeneous = {unit.name for unit in new.units if unit.homogeneous}
+    averaged = before.curvature.extend(fresh, 0.5, 0.5, homogeneous=homogeneous, keep_all=keep == "all").quadratic(v)
     torch.testing.assert_close(got, averaged)
     with pytest.raises(XkfacError, match="it must be 'average' or 'all'"):
         learner.finish(target(), keep="some")
@@ -178,6 +182,7 @@ def test_finish_extends_the_memory_and_removes_all_hooks(keep):
 
 def test_finish_leaves_the_model_as_it_is():
     model, learner = started()
+    gradients(model, learner)
     before = copy.deepcopy(model.state_dict())
     learner.finish(target())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -225,6 +230,50 @@ def test_fixed_bn_is_fixed_bit_by_bit(decay):
     assert not any(module.training for module in model.modules())
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     assert flags == {name: name != "4.bias" for name in flags}
+
+
+def test_fixed_affine_keeps_gamma_and_beta_and_lets_statistics_follow():
+    model = randomise(mlp())
+    learner = Learner(model, consolidate(model, data(), "fixed-affine"))
+    learner.begin()
+    kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.dim() == 1 and not p.requires_grad}
+    mean = model[1].running_mean.clone()
+    assert {"1.weight", "1.bias"} <= set(kept)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    for x, y in target():
+        optimizer.zero_grad()
+        learner.objective(F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in kept.items())
+    assert not torch.equal(model[1].running_mean, mean)
+    learner.close()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(XkfacError, match="method 'fixed-affine' keeps gamma and beta where they are"):
+        Learner(model, consolidate(model, data(), "fixed-affine")).begin(target(), recentre=True)
+
+
+def test_fixed_statistics_are_those_of_the_target_while_gamma_and_beta_learn():
+    model = randomise(mlp())
+    learner = Learner(model, consolidate(model, data(), "fixed-statistics"))
+    x = target()[0][0]
+    before = model.eval()(x)
+    learner.begin(target())
+    torch.testing.assert_close(model(x), before, atol=1e-4, rtol=1e-4)
+    hidden = torch.cat([model[0](x) for x, _ in target()])
+    torch.testing.assert_close(model[1].running_mean, hidden.mean(0), atol=1e-5, rtol=1e-4)
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gamma = model[1].weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in target():
+        model.train()
+        output = model(x)
+        optimizer.zero_grad()
+        learner.objective(F.cross_entropy(output, y)).backward()
+        torch.testing.assert_close(model.eval()(x), output)  # BN runs as in evaluation
+        optimizer.step()
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in model.named_buffers())
+    assert not torch.equal(model[1].weight, gamma)
+    learner.close()
 
 
 def test_fixed_bn_runs_as_in_evaluation_and_gives_flags_back_when_taken_up_twice():

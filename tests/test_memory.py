@@ -59,42 +59,58 @@ def test_fine_tuning_has_a_memory_of_nothing():
     assert extended.tasks == 2
 
 
+def traces(term):
+    """Return tr(A) and tr(H) of a term, one number per group each, to multiply matrices by."""
+    return (m.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] for m in (term.dense_left, term.right))
+
+
 @pytest.mark.parametrize("variant", ["paper", "kfac", "pooled", "hierarchical", "fixed-bn"])
-def test_extend_averages_factor_by_factor(variant):
+def test_extend_keeps_the_partial_traces_of_every_term(variant):
     net, memory, new = two_tasks("conv", variant)
     extended = memory.extend(net, new, OWN, OTHERS)
     for name, block in extended.curvature.blocks.items():
-        a, b = parts(memory.curvature.blocks[name]), parts(new.curvature.blocks[name])
-        assert {part: tensor.shape for part, tensor in parts(block).items()} == {p: t.shape for p, t in a.items()}
-        for part, tensor in parts(block).items():
-            assert torch.equal(tensor, OWN * a[part] + OTHERS * b[part]), (name, part)
+        if not isinstance(block, Kronecker):
+            continue
+        for term, *both in zip(
+            block.terms, memory.curvature.blocks[name].terms, new.curvature.blocks[name].terms, strict=True
+        ):
+            assert term.left.shape == both[0].left.shape
+            left, right = traces(term)
+            (a, g), (b, h) = map(traces, both)
+            one, two = both
+            torch.testing.assert_close(term.left * right, OWN * g * one.left + OTHERS * h * two.left)
+            torch.testing.assert_close(term.right * left, OWN * a * one.right + OTHERS * b * two.right)
 
 
 @pytest.mark.parametrize("variant", ["xkfac", "mean-hierarchical"])
 def test_extend_unites_the_means_that_are_kept_as_roots(variant):
-    """The sum of the input factors is averaged exactly, and no block grows."""
+    """The partial trace over gradients, sum_k tr(H_k) A_k, is that of the sum, and no block grows."""
     net, memory, new = two_tasks("conv", variant)
     extended = memory.extend(net, new, OWN, OTHERS)
     roots = 0
     for name, block in extended.curvature.blocks.items():
         old, other = memory.curvature.blocks[name], new.curvature.blocks[name]
         if isinstance(block, Kronecker):
-            ours, first, second = (sum(term.dense_left for term in one.terms) for one in (block, old, other))
+            ours, first, second = (sum(list(traces(t))[1] * t.dense_left for t in b.terms) for b in (block, old, other))
             torch.testing.assert_close(ours, OWN * first + OTHERS * second)
-            for term, a, b in zip(block.terms, old.terms, other.terms, strict=True):
-                assert torch.equal(term.right, OWN * a.right + OTHERS * b.right)
+            for term, a in zip(block.terms, old.terms, strict=True):
                 assert (term.left.shape, term.low_rank) == (a.left.shape, a.low_rank)
                 roots += term.low_rank
     assert roots > 0
 
 
-def test_extend_averages_the_factors_across_layers():
-    net, memory, new = two_tasks("mlp", "cross-layer")
-    joint = memory.extend(net, new, OWN, OTHERS).curvature.joint
+@pytest.mark.parametrize("variant", ["cross-layer", "cross-layer-mean"])
+def test_extend_averages_the_factors_across_layers(variant):
+    net, memory, new = two_tasks("mlp", variant)
+    extended = memory.extend(net, new, OWN, OTHERS)
+    joint = extended.curvature.joint
     assert isinstance(joint, KhatriRao)
-    for part, tensor in parts(joint).items():
-        hand = OWN * parts(memory.curvature.joint)[part] + OTHERS * parts(new.curvature.joint)[part]
-        assert torch.equal(tensor, hand)
+    for place, name in enumerate(extended.curvature.joint_units):
+        a, b = memory.curvature.joint.own_block(place), new.curvature.joint.own_block(place)
+        expected = a.average(b, OWN, OTHERS, homogeneous=True)
+        torch.testing.assert_close(joint.own_block(place).dense(), expected.dense())
+        trace, *both = (block.diagonal().sum() for block in (extended.curvature.block(name), a, b))
+        torch.testing.assert_close(trace, OWN * both[0] + OTHERS * both[1])
 
 
 @pytest.mark.parametrize("variant", ["xkfac", "kfac", "diagonal", "ewc", "paper", "hierarchical", "cross-layer"])
@@ -182,11 +198,11 @@ def test_extend_refuses_units_of_another_shape_or_make():
     with pytest.raises(xkfac.MismatchError, match=r"unit '3' is linear \[1, 9, 9\] with '4' now and was .*\[1, 7, 9\]"):
         memory.extend(wider, xkfac.estimate(wider, second), OWN, OTHERS)
     with pytest.raises(
-        xkfac.MismatchError, match=r"unit '0' is linear .* now and was linear .* with '1' in the memory"
+        xkfac.MismatchError, match="unit '0' is without a BN behind it now and was merged with '1' in the memory"
     ):
         memory.extend(net, xkfac.estimate(net, second, merge=False), OWN, OTHERS)
     lone = xkfac.consolidate(net, first, exclude="0")
-    with pytest.raises(xkfac.MismatchError, match="'1' belongs to unit '0' now and to unit '1' in the memory; exclude"):
+    with pytest.raises(xkfac.MismatchError, match="unit '1' of the memory is part of unit '0' now; exclude the same"):
         lone.extend(net, xkfac.estimate(net, second), OWN, OTHERS)
 
 

@@ -11,7 +11,19 @@ from xkfac.methods import get_method
 
 
 def test_the_table_names_its_methods():
-    names = ["xkfac", "kfac", "corrected", "diagonal", "unmerged", "ewc", "fixed-bn", "own-bn", "fine-tuning"]
+    names = [
+        "xkfac",
+        "kfac",
+        "corrected",
+        "diagonal",
+        "unmerged",
+        "ewc",
+        "fixed-bn",
+        "fixed-affine",
+        "fixed-statistics",
+        "own-bn",
+        "fine-tuning",
+    ]
     assert list(METHODS) == names
     assert all(method.name == name for name, method in METHODS.items())
 

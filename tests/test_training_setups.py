@@ -61,10 +61,12 @@ def test_a_compiled_step(interpretation):
     def objective(x, y):
         return learner.objective(F.cross_entropy(model(x), y))
 
+    assert not learner.state_dict()["stepped"]
     for x, y in target():
         model.zero_grad()
         value = objective(x, y)
         value.backward()
+        assert learner.state_dict()["stepped"]
         wanted_value, wanted = gradients(other, eager, (x, y))
         torch.testing.assert_close(value.detach(), wanted_value)
         assert_same({name: parameter.grad for name, parameter in model.named_parameters()}, wanted)
@@ -392,3 +394,61 @@ def test_distributed_data_parallel(tmp_path):
     assert not torch.allclose(parts[0]["0.weight"], parts[1]["0.weight"])
     for rank in range(2):
         assert_same(results[rank][2], {name: (parts[0][name] + parts[1][name]) / 2 for name in parts[0]}, 1e-6)
+
+
+def two_passes(model, first, second):
+    """Return the losses of two batches, their forward passes one after the other."""
+    return [F.cross_entropy(model(x), y) for x, y in (first, second)]
+
+
+@pytest.mark.parametrize("interpretation", ["bn", "brn"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_loss_of_two_forward_passes_is_refused(interpretation, at_once):
+    model, learner = started(interpretation=interpretation)
+    losses = two_passes(model, *target()[:2])
+    with pytest.raises(XkfacError, match=r"several forward passes through '4' .* call objective after each pass"):
+        learner.objective(sum(losses) if at_once else losses[0])
+    gradients(model, learner)
+
+
+def test_a_loss_of_two_forward_passes_is_fine_where_no_statistics_are_read():
+    model, learner = started(interpretation="eval")
+    other, eager = twin(model, learner, interpretation="eval")
+    learner.objective(sum(two_passes(model, *target()[:2]))).backward()
+    source, rest = eager.importance
+    (rest * sum(two_passes(other, *target()[:2])) + source * eager.penalty()).backward()
+    found, wanted = ({name: p.grad for name, p in net.named_parameters()} for net in (model, other))
+    assert_same(found, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_forward_pass_that_the_loss_does_not_depend_on_does_not_count(alive):
+    model, learner = started()
+    other, eager = twin(model, learner)
+    skipped = [net(target()[1][0]) for net in (model, other)]
+    eager._watch.forget()
+    if not alive:
+        skipped.clear()
+    assert_same(gradients(model, learner)[1], gradients(other, eager)[1], 1e-7)
+
+
+@pytest.mark.parametrize("interpretation", INTERPRETATIONS)
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("branches", [True, False])
+def test_passes_without_gradients_do_not_count_beside_the_one_with(interpretation, after, branches, monkeypatch):
+    monkeypatch.setattr(Learner, "_branches", branches)
+    model, learner = started(interpretation=interpretation)
+    other, eager = twin(model, learner, interpretation=interpretation)
+    (x, y), (z, _), *_ = target()
+    if not after:
+        with torch.no_grad():
+            model(z)
+    other.load_state_dict(model.state_dict())
+    model.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    if after and interpretation != "eval":  # read with the statistics of the moment, which this pass moves
+        with torch.no_grad():
+            model(z)
+    learner.objective(loss).backward()
+    wanted = gradients(other, eager)[1]
+    assert_same({name: parameter.grad for name, parameter in model.named_parameters()}, wanted, 1e-6)

@@ -125,3 +125,21 @@ def test_in_place_activations_do_not_change_a_factor():
         for factor, tensor in parts(block).items():
             assert torch.equal(tensor, others[factor]), (unit, factor)
             assert tensor.abs().max() > 0
+
+
+def test_all_norms_that_are_refused_are_named_with_what_excludes_them():
+    with torch.device("meta"):
+        model, x = timm.create_model("levit_128s"), torch.randn(2, 3, 224, 224)
+    refused = [path for path in norms_of(model) if path.startswith("stages.")]
+    assert len(refused) == 46
+    with pytest.raises(xkfac.UnitError) as caught:
+        xkfac.find_units(model, x)
+    first, *others = refused
+    assert str(caught.value) == (
+        f"'{first}' normalises 392 rows for a batch of 2 examples; keep the batch as its first dimension; or add "
+        f"['stages.*.bn'] to exclude, which leaves out all 46 BN layers that are refused: '{first}', "
+        + ", ".join(map(repr, others))
+    )
+    coverage = xkfac.find_units(model, x, exclude=["stages.*.bn"])
+    left_out = {row.parameter for row in coverage.rows if row.kind == "excluded"}
+    assert left_out == {f"{path}.{name}" for path in refused for name in ("weight", "bias")}

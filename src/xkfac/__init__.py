@@ -4,7 +4,7 @@ from xkfac.balance import Balance
 from xkfac.calibrating import calibrate
 from xkfac.calibration import Calibration
 from xkfac.curvature import Curvature, Settings
-from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, UnitError, XkfacError
+from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, UnitError, XkfacError, XkfacWarning
 from xkfac.estimation import Estimate, estimate
 from xkfac.learner import Learner
 from xkfac.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
@@ -54,6 +54,7 @@ __all__ = [
     "Unit",
     "UnitError",
     "XkfacError",
+    "XkfacWarning",
     "calibrate",
     "consolidate",
     "enter_task",

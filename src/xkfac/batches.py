@@ -44,6 +44,17 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
+def cloned(value: Any) -> Any:
+    """Return the nested structure `value` of lists, tuples and dicts with copies of its tensors, else itself."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {key: cloned(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(cloned, value))
+    return type(value)(map(cloned, value)) if type(value) in (list, tuple) else value
+
+
 def inputs_of(batch: Any) -> Any:
     """Return the part of a batch that the model takes.
 
@@ -115,6 +126,17 @@ def default_forward(model: nn.Module, batch: Any) -> Tensor:
             f"the model returned a {type(output).__name__}; pass forward=lambda model, batch: ... that returns a tensor"
         )
     return output
+
+
+def unknown_forward(model: nn.Module, batch: Any) -> Tensor:
+    """Stand for the `forward` of a memory that was read from a file, which cannot hold it.
+
+    Raises XkfacError, since to read batches in another way than the memory's could go unnoticed.
+    """
+    raise XkfacError(
+        "the memory was made with a forward function, which its file cannot hold; pass forward=... again to Learner or "
+        "calibrate, forward=lambda model, batch: model(batch[0]) if batches are (inputs, labels) now"
+    )
 
 
 def _call_by_key(model: nn.Module, inputs: Mapping[str, Any]) -> Any:

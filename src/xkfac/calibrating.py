@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 from xkfac.batches import Forward, default_forward, to_device
 from xkfac.calibration import Calibration, CurvePoint
-from xkfac.errors import XkfacError
+from xkfac.errors import NotFiniteError, XkfacError
+from xkfac.extending import with_options
 from xkfac.learner import Learner
 from xkfac.likelihood import Likelihood
 from xkfac.memory import Memory
 from xkfac.merging import bind
-from xkfac.passes import Progress, batches, device_of, full_precision, norms_of, untouched, unwrap
+from xkfac.passes import Progress, batches, check_loaded, device_of, full_precision, norms_of, untouched, unwrap
 from xkfac.penalty import Penalty
 from xkfac.tasklayers import norm_state, with_norm_state
 
@@ -74,14 +75,17 @@ def calibrate(
     labels are not needed. They are kept while this runs, at most `max_batches` batches. proxy: other inputs, nearer to
     the targets to come, labels not needed either; by default every other batch of `held_out` is learnt from and the
     rest measures. `rounds` paths of `steps` steps of SGD with momentum 0.9 are learnt, from the rate `lr`, or what the
-    penalty bears, along a cosine. `damping` is that of the learner to come. The model is left as it was, bit by bit.
+    penalty bears, along a cosine. `damping` is that of the learner to come. forward: by default the memory's. The model
+    is left as it was, bit by bit.
 
     Raises MismatchError when the model is not at the memory's anchor, XkfacError for a memory without a penalty, data
     too few, or a path along which nothing could be measured.
     """
     _check(memory, rounds, steps, lr)
     model = unwrap(model)
-    run = forward or default_forward
+    check_loaded(model)
+    memory = with_options(memory, forward=forward)
+    run = memory.forward or default_forward
     way = _Way(steps, lr, damping, seed)
     with untouched(model):
         measuring = _kept(held_out, max_batches, progress, "held-out")
@@ -143,13 +147,14 @@ def _measured(
     for _ in range(HALVINGS):
         curve: list[CurvePoint] = []
         path = _path(model, memory, task, scale, way)
-        for network in path:
-            curve.append(source.point(network))
-            if not (scale * curve[-1].predicted <= task.start and math.isfinite(curve[-1].real)):
-                path.close()
-                break
-        else:
-            return curve, way
+        with contextlib.suppress(NotFiniteError):  # the learner notices a path that diverges before its next stop
+            for network in path:
+                curve.append(source.point(network))
+                if not (scale * curve[-1].predicted <= task.start and math.isfinite(curve[-1].real)):
+                    path.close()
+                    break
+            else:
+                return curve, way
         way = replace(way, lr=way.lr / 2)
     raise XkfacError(f"the calibration's path diverges even at a learning rate of {2 * way.lr:.2g}; pass a smaller lr")
 
@@ -267,6 +272,7 @@ def _path(
 ) -> Generator[nn.Module, None, None]:
     """Learn the proxy task with a copy of the network under `scale` times the penalty; yield the copy at the stops."""
     network = copy.deepcopy(model)
+    memory = replace(memory, calibration=None)  # one of before is what this measures anew
     torch.manual_seed(way.seed)
     _release(network, memory)
     readout = task.readout(way.seed)

@@ -255,7 +255,16 @@ class JointCollector:
     _gradients: dict[str, Tensor] = field(default_factory=dict)
 
     def flush_inputs(self) -> None:
-        """Take the inputs of all units, once all have run."""
+        """Take the inputs of all units, once all have run.
+
+        Raises UnitError that names all units with several positions per example.
+        """
+        refused = [f"'{name}' has {x.shape[2]}" for name, x in self._inputs.items() if x.shape[2] != 1]
+        if refused:
+            raise UnitError(
+                f"cross-layer blocks are for linear layers of one position per example, and unit {', '.join(refused)}; "
+                "exclude what has more, or use cross_layer=False"
+            )
         self.moments.add_inputs(torch.cat([self._inputs[unit.name] for unit in self.units], 3))
 
     def flush_gradients(self, weight: float) -> None:
@@ -306,13 +315,7 @@ class JointMember(Collector):
 
     def inputs(self, inputs: Sequence[Tensor]) -> None:
         """Pass the inputs on."""
-        x = self._x(inputs)
-        if x.shape[2] != 1:
-            raise UnitError(
-                f"unit '{self.unit.name}' has {x.shape[2]} positions an example; cross-layer blocks are for linear "
-                "layers of one position, so exclude it or use cross_layer=False"
-            )
-        self.joint._inputs[self.unit.name] = x
+        self.joint._inputs[self.unit.name] = self._x(inputs)
 
     def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
         """Pass the gradients on."""
@@ -328,6 +331,7 @@ class Collectors:
 
     of: dict[str, Collector]
     joint: JointCollector | None
+    batches: int = 0
     examples: int = 0
 
     def sources(self) -> dict[str, Collector | JointCollector]:

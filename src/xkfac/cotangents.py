@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Cotangents:
     generator: torch.Generator
     coupling: Coupling | None = None
     draws: int = 1
+    _outputs: dict[torch.Size, torch.Size] = field(default_factory=dict)  # shapes, by that of the labels
 
     def begin_batch(self, number: int) -> None:
         """Begin with a batch, whose number in the pass fixes its draws, whichever process has it."""
@@ -43,10 +44,7 @@ class Cotangents:
             for draw in range(1, self.draws + 1):
                 yield self.likelihood.score(output, self._sample(output)), 1 / self.draws, draw < self.draws
         elif self.labels == "empirical":
-            labels = labels_of(batch)
-            if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.shape[0] != output.shape[0]:
-                raise XkfacError(f"labels='empirical' needs a tensor of {output.shape[0]} labels in each batch")
-            yield self.likelihood.score(output, labels), 1.0, False
+            yield self.likelihood.score(output, self._given(output, batch)), 1.0, False
         else:
             for root in self.likelihood.root(output):
                 for example in self._examples(output.shape[0]):
@@ -54,6 +52,25 @@ class Cotangents:
                     if example is not None:
                         one[example] = root[example]
                     yield one.to(output.dtype), 1.0, True
+
+    def check(self, batch: Any) -> None:
+        """Raise XkfacError for true labels that the likelihood cannot have, from the second batch of a shape on.
+
+        Looking at their values synchronises the device, which the work on a batch must not do: it may be recorded.
+        """
+        labels = labels_of(batch) if self.labels == "empirical" else None
+        if isinstance(labels, Tensor) and labels.shape in self._outputs:
+            self.likelihood.check_labels(labels, self._outputs[labels.shape])
+
+    def _given(self, output: Tensor, batch: Any) -> Tensor:
+        """Return the true labels, of a shape that comes for the first time checked against the output."""
+        labels = labels_of(batch)
+        if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.shape[0] != output.shape[0]:
+            raise XkfacError(f"labels='empirical' needs a tensor of {output.shape[0]} labels in each batch")
+        if self._outputs.get(labels.shape) != output.shape:
+            self.likelihood.check_labels(labels, output.shape)
+            self._outputs[labels.shape] = output.shape
+        return labels
 
     def _sample(self, output: Tensor) -> Tensor:
         if self.coupling is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xkfac.errors import XkfacError
 from xkfac.factors import GROUPINGS, KFAC, Form, Grouping, Level
-from xkfac.kronecker import Block, KhatriRao, assemble, khatri_rao, parts
+from xkfac.kronecker import Block, KhatriRao, Kronecker, assemble, is_zero, khatri_rao, parts
 from xkfac.passes import Statistics
 
 CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
@@ -31,8 +31,8 @@ class Settings:
     labels: `sampled` from the model (unbiased, one backward pass a draw); `exact`, all examples and classes (for tests
         and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
         fits its training data.
-    draws: label draws a batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 a batch,
-        or one where the loader does not say its length. H'' gets one sample a draw: its rank is at most their number.
+    draws: label draws per batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 per
+        batch. H'' gets one sample per draw: its rank is at most their number.
     statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
     cross_layer: blocks between all pairs of linear units too, as a Khatri-Rao product.
     """
@@ -69,11 +69,16 @@ class Settings:
         if self.cross_layer and self.kind not in ("xkfac", "kfac"):
             raise XkfacError(f"cross_layer goes with kind 'xkfac' or 'kfac', not '{self.kind}'")
 
-    def draws_over(self, count: int | None) -> int:
-        """Return the draws a batch for a pass over `count` batches, None if unknown."""
-        if self.draws is not None:
-            return self.draws
-        return 1 if count is None else min(math.ceil(ENOUGH_DRAWS / max(count, 1)), 32)
+    @property
+    def draws_are_open(self) -> bool:
+        """Whether the number of batches decides on the number of draws."""
+        return self.draws is None and self.labels == "sampled"
+
+    def draws_over(self, count: int) -> int:
+        """Return the draws per batch for a pass over `count` batches."""
+        if not self.draws_are_open:
+            return self.draws or 1
+        return min(math.ceil(ENOUGH_DRAWS / max(count, 1)), 32)
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -101,6 +106,11 @@ class Curvature:
             return self.joint.own_block(self.joint_units.index(unit))
         return self.blocks.get(unit)
 
+    def zero_units(self) -> list[str]:
+        """Return the units whose curvature is exactly zero, so that nothing protects them."""
+        blocks = ((name, self.block(name)) for name in (*self.blocks, *self.joint_units))
+        return [name for name, block in blocks if block is not None and is_zero(block)]
+
     def product(self, displacements: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return H v for displacements v, each [groups, rows, columns] by unit (eq. bp)."""
         products = {name: block.product(displacements[name]) for name, block in self.blocks.items()}
@@ -122,7 +132,9 @@ class Curvature:
         return torch.stack([(displacements[name] * product).sum() for name, product in products.items()]).sum() / 2
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Curvature:
-        """Return the curvature on a device, in a dtype."""
+        """Return the curvature on a device, in a floating-point dtype."""
+        if dtype is not None and not dtype.is_floating_point:
+            raise XkfacError(f"a curvature has no numbers of dtype {dtype}; use torch.float32, float64 or bfloat16")
         return self._map(lambda tensor: tensor.to(device=device, dtype=dtype))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Curvature:
@@ -140,11 +152,23 @@ class Curvature:
         if self.joint is not None:
             yield from ((" and ".join(self.joint_units), tensor) for tensor in parts(self.joint).values())
 
-    def extend(self, other: Curvature, own: float, others: float, *, keep_all: bool = False) -> Curvature:
+    def without(self, units: Collection[str]) -> Curvature:
+        """Return the curvature of all other units."""
+        blocks = {name: block for name, block in self.blocks.items() if name not in units}
+        places = [place for place, name in enumerate(self.joint_units) if name not in units]
+        if self.joint is None or len(places) == len(self.joint_units):
+            return Curvature(blocks, self.joint, self.joint_units)
+        joint = _cut(self.joint, places) if places else None
+        return Curvature(blocks, joint, tuple(self.joint_units[place] for place in places))
+
+    def extend(
+        self, other: Curvature, own: float, others: float, *, homogeneous: Container[str], keep_all: bool = False
+    ) -> Curvature:
         """Return own * (this) + others * (the other): the postprocessing of the paper.
 
-        Factors are averaged, at constant size, or with `keep_all` all terms are kept, which is exact. A unit that
-        only one side has counts as zero on the other.
+        Terms are averaged (see `xkfac.averaging`), at constant size, or with `keep_all` all are kept, which is exact. A
+        unit that only one side has counts as zero on the other. `homogeneous`: the units whose inputs are extended by
+        a 1, which averages of means go by.
 
         Raises XkfacError when the two were estimated in ways that do not add up.
         """
@@ -152,15 +176,36 @@ class Curvature:
             raise XkfacError("the two curvatures join different units across layers; estimate both with the same units")
         blocks: dict[str, Block] = {}
         for name in dict.fromkeys([*self.blocks, *other.blocks]):
-            blocks[name] = _combine(name, self.blocks.get(name), other.blocks.get(name), own, others, keep_all)
+            one, two = self.blocks.get(name), other.blocks.get(name)
+            blocks[name] = _combine(name, one, two, own, others, keep_all, name in homogeneous)
         joint = self.joint
         if joint is not None and other.joint is not None:
+            extended = [name in homogeneous for name in self.joint_units]
             joint = (
                 joint.scale(own).join(other.joint.scale(others))
                 if keep_all
-                else joint.average(other.joint, own, others)
+                else joint.average(other.joint, own, others, homogeneous=extended)
             )
         return Curvature(blocks, joint, self.joint_units)
+
+
+def _cut(joint: KhatriRao, places: Sequence[int]) -> KhatriRao:
+    """Return the blocks between the units at some places alone."""
+    chosen = []
+    for sizes in (joint.columns, joint.rows):
+        starts = [sum(sizes[:place]) for place in places]
+        pairs = zip(starts, places, strict=True)
+        chosen.append([index for start, place in pairs for index in range(start, start + sizes[place])])
+    columns, rows = chosen
+    terms = [
+        replace(
+            term,
+            left=term.left[:, :, columns] if term.low_rank else term.left[:, columns][:, :, columns],
+            right=term.right[:, rows][:, :, rows],
+        )
+        for term in joint.terms
+    ]
+    return KhatriRao(tuple(terms), *(tuple(sizes[place] for place in places) for sizes in (joint.rows, joint.columns)))
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -168,7 +213,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: bool) -> Block:
+def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: bool, homogeneous: bool) -> Block:
     if a is None or b is None:
         present: Block = b.scale(others) if a is None else a.scale(own)
         return present
@@ -178,7 +223,12 @@ def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: boo
             "estimate both the same way"
         )
     try:
-        combined: Block = a.scale(own).join(b.scale(others)) if keep_all else a.average(b, own, others)
+        if keep_all:
+            combined: Block = a.scale(own).join(b.scale(others))
+        elif isinstance(a, Kronecker):
+            combined = a.average(b, own, others, homogeneous=homogeneous)
+        else:
+            combined = a.average(b, own, others)
     except XkfacError as error:
         raise XkfacError(f"unit '{name}': {error}") from None
     return combined

@@ -13,7 +13,7 @@ from torch import Tensor
 from xkfac.autocorrelation import PatchGram
 from xkfac.grams import add_gram, mirror_
 from xkfac.patches import Patches
-from xkfac.precision import exactly, rounded, rounds, summed_in
+from xkfac.precision import rounded, rounds, summed_in, unrounded
 
 # On a CPU rows wait for so many of them: a product reads and writes the whole matrix, which is larger than a cache.
 ROOM = 512
@@ -166,8 +166,7 @@ class Deviations:
         else:
             (sums,) = self._sums.values()
             drift = sums / examples
-            with exactly():
-                self._gram.add(drift, -float(examples))
+            self._gram.add(unrounded(drift), -float(examples))
             sums.zero_()
         self._origin = self._origin + drift
 

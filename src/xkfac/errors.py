@@ -19,3 +19,7 @@ class MismatchError(XkfacError):
 
 class MemoryFileError(XkfacError):
     """A memory file is damaged, foreign, or of another version."""
+
+
+class XkfacWarning(UserWarning):
+    """Something that a user should know and that is no error."""

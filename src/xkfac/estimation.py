@@ -7,9 +7,10 @@ H'' = E[(sum_m G_m)(sum_m G_m)^T] / N, inter-example terms of BN included.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,8 @@ from xkfac.collecting import (
 )
 from xkfac.cotangents import Cotangents
 from xkfac.curvature import Curvature, CurvatureKind, Labels, Settings
-from xkfac.errors import XkfacError
+from xkfac.draws import Draws
+from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.factors import Form, Grouping, Moments
 from xkfac.graphs import Replayed
 from xkfac.kronecker import Corrected
@@ -40,12 +42,13 @@ from xkfac.passes import (
     Progress,
     Statistics,
     batches,
-    count_batches,
+    check_loaded,
     device_of,
     full_precision,
     set_mode,
     untouched,
     unwrap,
+    widest_dtype,
 )
 from xkfac.pooling import Coupling, SharedMoments, coupling_of
 from xkfac.processes import Processes, processes_of
@@ -99,14 +102,15 @@ def estimate(
     """
     settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer)
     finding: dict[str, Any] = {"merge": merge, "units": units, "exclude": as_patterns(exclude)}
+    check_loaded(unwrap(model))
     run = _Run(
         unwrap(model),
         settings,
         get_likelihood(likelihood),
         forward or default_forward,
-        dtype or _wide_dtype(model),
+        _checked(dtype) or widest_dtype(model),
         seed,
-        lambda batch: find_units(model, batch, **finding, forward=forward, synchronised=run.processes is not None),
+        lambda batch: find_units(model, batch, **finding, forward=run.checked, synchronised=run.processes is not None),
         graph,
         processes_of(model),
     )
@@ -129,12 +133,27 @@ def estimate(
                 )
             curvature = run.finished(collectors, examples)
     assert run.coverage is not None
+    if run.processes is None or run.processes.rank == 0:
+        _warn_of_zero(curvature.zero_units())
     return Estimate(curvature, run.coverage, examples)
 
 
-def _wide_dtype(model: nn.Module) -> torch.dtype:
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+def _warn_of_zero(zero: list[str]) -> None:
+    """Warn of units whose curvature is exactly zero, whatever the reason."""
+    if zero:
+        names = ", ".join(f"'{name}'" for name in zero[:8]) + (f" and {len(zero) - 8} more" if len(zero) > 8 else "")
+        warnings.warn(
+            f"the curvature is exactly zero, so that nothing is protected, in {names}; see that the output of the "
+            "network depends on this and is not saturated, or exclude it",
+            XkfacWarning,
+            stacklevel=3,
+        )
+
+
+def _checked(dtype: Any) -> torch.dtype | None:
+    if dtype in (None, torch.float32, torch.float64):
+        return dtype  # type: ignore[no-any-return]
+    raise XkfacError(f"dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64")
 
 
 @dataclass
@@ -152,6 +171,7 @@ class _Run:
     processes: Processes | None = None
     coupling: Coupling | None = None
     coverage: Coverage | None = None
+    draws: Draws = field(init=False)
 
     def join(self, finding: dict[str, Any]) -> None:
         """Make sure that the processes of a shared pass mean the same one."""
@@ -163,6 +183,13 @@ class _Run:
             self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
         if self.coupling is not None and self.graph:
             raise XkfacError("graph=True cannot record what SyncBatchNorm layers send to other processes; leave it out")
+
+    def checked(self, model: nn.Module, batch: Any) -> Tensor:
+        """Run the model on a batch, and check that its output is one of the likelihood's."""
+        output = self.forward(model, batch)
+        if isinstance(output, Tensor):
+            self.likelihood.check(output)
+        return output
 
     def finished(self, collectors: Collectors, examples: int, *, decompose: bool = False) -> Curvature:
         """Return the curvature of a pass over so many examples, with `decompose` in its eigenbasis."""
@@ -197,16 +224,18 @@ class _Run:
             error = caught
         if self.processes is None:
             assert own is not None
+            self.draws.check([own.batches])
             return own, own.examples
-        outcome = Outcome(0 if own is None else own.examples, None if own is None else self.coverage)
+        outcome = Outcome() if own is None else Outcome(own.batches, own.examples, self.coverage)
         if error is not None:
             outcome.error = str(error)
         try:
-            self.coverage, examples = agreed(self.processes, outcome)
+            self.coverage, batches, examples = agreed(self.processes, outcome)
         except XkfacError:
             if error is not None:
                 raise error from None
             raise
+        self.draws.check(batches)
         return own or self._collectors(collector), examples
 
     def _over(
@@ -219,11 +248,13 @@ class _Run:
         rank, ranks = 0, 1
         if self.processes is not None and self.coupling is None:
             rank, ranks = self.processes.rank, self.processes.size
-        cotangents.draws = self.settings.draws_over(self._count(loader, feed["max_batches"]))
+        self.draws = Draws(self.settings, self.processes, self.coupling)
+        counted = self.draws.decide(loader, feed["max_batches"])
+        cotangents.draws = self.draws.per_batch
         capture: Capture | None = None
         mode: Statistics | None = None
         work: Callable[[Any], None]
-        for place, (size, batch) in enumerate(self._steps(loader, device, **feed)):
+        for place, (size, batch) in enumerate(self._steps(counted, device, **feed)):
             if self.coverage is None:
                 self.coverage = self.find(batch)
             if capture is None:
@@ -237,20 +268,14 @@ class _Run:
             if mode != (mode := self.settings.statistics if coupled > 1 else "population"):
                 set_mode(self.model, mode)
             cotangents.begin_batch(place * ranks + rank)
+            cotangents.check(batch)
             work(batch)
+            capture.collectors.batches += 1
             capture.collectors.examples += size
         if capture is None:
             return None
         capture.forget()
         return capture.collectors
-
-    def _count(self, loader: Iterable[Any], max_batches: int | None) -> int | None:
-        """Return how many batches the pass will have, None if unknown; coupled processes have parts of the same."""
-        count = count_batches(loader, max_batches)
-        if self.processes is None:
-            return count
-        counts = self.processes.gathered(-1 if count is None else count)
-        return None if -1 in counts else max(counts) if self.coupling is not None else sum(counts)
 
     def _steps(self, loader: Iterable[Any], device: torch.device, **feed: Any) -> Iterator[tuple[int, Any]]:
         if self.processes is None:

@@ -133,6 +133,12 @@ class FusedPenalty:
                 value = self.value(result)
         return value, [(a, b) for a, b in zip(inputs, found, strict=True) if a is not None and b is not None]
 
+    def undamped(self) -> Tensor:
+        """Return L_s without its damping, every BN read with its population statistics."""
+        with torch.no_grad(), torch.autocast(self._origin.device.type, enabled=False):
+            result = self.evaluate({}, self._inputs({}), None, False, None)
+            return self.value(_Result(result.product.sub_(self._moved, alpha=self._penalty.damping), None, None))
+
     def _shared(self, readings: Mapping[str, Reading]) -> list[Shared] | None:
         """Return the readings of all units with BN, if they are such that BN's backward pass takes gradients along."""
         found = [readings.get(one.name) for one in self._merged]

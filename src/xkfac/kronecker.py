@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from xkfac.averaging import Partition, average, average_means
 from xkfac.errors import XkfacError
 
 
@@ -37,11 +38,6 @@ class Term:
         """Add H V A to `out`, both [groups, C, D], in place."""
         inner = torch.bmm(displacement, self.left.mT) if self.low_rank else displacement
         out.baddbmm_(torch.bmm(self.right, inner), self.left)
-
-    def average(self, other: Term, own: float, others: float) -> Term:
-        """Return the term with the factors own * (these) + others * (the other's)."""
-        left = own * self.dense_left + others * other.dense_left
-        return Term(left, own * self.right + others * other.right)
 
     @property
     def dense_left(self) -> Tensor:
@@ -83,36 +79,18 @@ class Kronecker:
     def marginals(self) -> tuple[Tensor, Tensor]:
         """Return the one Kronecker product A [groups, D, D], H [groups, C, C] with the block's partial traces.
 
-        They are sum_k tr(H_k) A_k and sum_k tr(A_k) H_k, each over the root of the block's trace: the second moments
-        of columns and of rows of a matrix whose covariance is the block.
+        They are the second moments of columns and of rows of a matrix whose covariance is the block.
         """
-        left = torch.stack([term.dense_left for term in self.terms])
-        right = torch.stack([term.right for term in self.terms])
-        of_left, of_right = (m.diagonal(dim1=2, dim2=3).sum(2)[:, :, None, None] for m in (left, right))
-        root = (of_left * of_right).sum(0).clamp(min=torch.finfo(left.dtype).tiny).sqrt()
-        return (of_right * left).sum(0) / root, (of_left * right).sum(0) / root
+        left, right = [term.dense_left for term in self.terms], [term.right for term in self.terms]
+        return average(left, right, [1.0] * len(left), Partition.whole(left[0], right[0]))
 
-    def average(self, other: Kronecker, own: float, others: float) -> Kronecker:
-        """Return the block whose factors are own * (these) + others * (the other's), at constant size.
+    def average(self, other: Kronecker, own: float, others: float, *, homogeneous: bool = False) -> Kronecker:
+        """Return own * (this) + others * (the other), every two terms as one product that has their partial traces.
 
-        Means kept as a root become those of the union of both populations, and the scatter between the two goes to the
-        covariance before them: the sum of the input factors is averaged exactly.
+        The size stays the same. `homogeneous`: the last column of the input factors is that of a coordinate 1.
         """
-        if len(self.terms) != len(other.terms):
-            raise XkfacError(
-                f"factors of {len(self.terms)} and {len(other.terms)} terms have no average; estimate both the same "
-                "way, or keep all terms"
-            )
-        terms = [a.average(b, own, others) for a, b in zip(self.terms, other.terms, strict=True)]
-        ours, theirs = self.terms[-1], other.terms[-1]
-        if ours.low_rank and theirs.low_rank and ours.left.shape == theirs.left.shape:
-            mean = (own * ours.left + others * theirs.left) / max(own + others, 1e-300)
-            # Spread of the two means about their own: zero where they agree, whatever the importances add up to.
-            spread = [(w**0.5) * (root - mean) for w, root in ((own, ours.left), (others, theirs.left))]
-            between = torch.cat(spread, 1)
-            terms[-2] = Term(terms[-2].left + symmetrised(between.mT @ between), terms[-2].right)
-            terms[-1] = Term(mean * (own + others) ** 0.5, terms[-1].right, low_rank=True)
-        return Kronecker(tuple(terms))
+        unit = Partition.whole(self.terms[0].left, self.terms[0].right, homogeneous=homogeneous)
+        return Kronecker(_averaged(self.terms, other.terms, (own, others), unit))
 
     def scale(self, factor: float) -> Kronecker:
         """Return factor times the block."""
@@ -192,14 +170,13 @@ class Corrected:
         return self.right.square() @ self.scales @ self.left.square().mT
 
     def average(self, other: Corrected, own: float, others: float) -> Corrected:
-        """Return the block in the eigenbasis of the averaged factors.
+        """Return the block in the eigenbasis of the average of the two products of factors.
 
         Its scales are the exact diagonal of own * (this) + others * (the other) in that basis.
         """
-        basis = eigenbasis(
-            own * _rebuild(self.left, self.left_values) + others * _rebuild(other.left, other.left_values),
-            own * _rebuild(self.right, self.right_values) + others * _rebuild(other.right, other.right_values),
-        )
+        left = _rebuild(self.left, self.left_values), _rebuild(other.left, other.left_values)
+        right = _rebuild(self.right, self.right_values), _rebuild(other.right, other.right_values)
+        basis = eigenbasis(*average(left, right, (own, others), Partition.whole(self.left, self.right)))
         scales = own * self._rotated(basis) + others * other._rotated(basis)
         return Corrected(basis.left, basis.right, basis.left_values, basis.right_values, scales)
 
@@ -272,10 +249,13 @@ class KhatriRao:
         cut = [(t.left[:, :, columns] if t.low_rank else t.left[:, columns, columns], t) for t in self.terms]
         return Kronecker(tuple(replace(t, left=left, right=t.right[:, rows, rows]) for left, t in cut))
 
-    def average(self, other: KhatriRao, own: float, others: float) -> KhatriRao:
-        """Return the product whose factors are own * (these) + others * (the other's)."""
-        merged = Kronecker(self.terms).average(Kronecker(other.terms), own, others)
-        return KhatriRao(merged.terms, self.rows, self.columns)
+    def average(self, other: KhatriRao, own: float, others: float, *, homogeneous: Sequence[bool] = ()) -> KhatriRao:
+        """Return own * (this) + others * (the other), every two terms as one; a unit's own block as `Kronecker` does.
+
+        `homogeneous`: of which units the last column of the input factors is that of a coordinate 1.
+        """
+        units = Partition(self.columns, self.rows, tuple(homogeneous) or (False,) * len(self.rows))
+        return KhatriRao(_averaged(self.terms, other.terms, (own, others), units), self.rows, self.columns)
 
     def scale(self, factor: float) -> KhatriRao:
         """Return factor times the product."""
@@ -289,9 +269,39 @@ class KhatriRao:
 Block = Kronecker | Diagonal | Corrected
 
 
+def is_zero(block: Block) -> bool:
+    """Whether a block is exactly zero; a Kronecker product of positive semi-definite factors is if its trace is."""
+    if isinstance(block, Kronecker):
+        traces = (t.right.diagonal(dim1=1, dim2=2).sum(1) * _left_diagonal(t).sum(1) for t in block.terms)
+        return not any(bool(trace.any()) for trace in traces)
+    return not bool((block.scales if isinstance(block, Corrected) else block.values).any())
+
+
 def symmetrised(matrix: Tensor) -> Tensor:
     """Return matrices [..., F, F], symmetric up to rounding, as exactly symmetric ones."""
     return (matrix + matrix.mT) / 2
+
+
+def _averaged(
+    ours: Sequence[Term], theirs: Sequence[Term], weights: tuple[float, float], units: Partition
+) -> tuple[Term, ...]:
+    """Return the averages of two sums of terms, term by term."""
+    if len(ours) != len(theirs):
+        raise XkfacError(
+            f"factors of {len(ours)} and {len(theirs)} terms have no average; estimate both the same way, or keep all "
+            "terms"
+        )
+    first, second = ours[-1], theirs[-1]
+    rooted = len(ours) > 1 and first.low_rank and second.low_rank and first.left.shape == second.left.shape
+    dense = list(zip(ours, theirs, strict=True))[: -1 if rooted else None]
+    terms = [Term(*average((a.dense_left, b.dense_left), (a.right, b.right), weights, units)) for a, b in dense]
+    if not rooted:
+        return tuple(terms)
+    *finer, last = terms
+    both = (first.left, second.left), (first.right, second.right)
+    root, right, scatter = average_means(*both, last.right, weights, units)
+    last = Term(last.left + symmetrised(scatter.mT @ scatter), last.right)
+    return (*finer, last, Term(root, right, low_rank=True))
 
 
 def root_term(root: Tensor, right: Tensor) -> Term:

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from xkfac.balance import Balance
 from xkfac.batches import Forward
+from xkfac.begin_checks import Peeked, check_at_anchor, check_batch, check_not_replaced, check_recentring
 from xkfac.branches import Branch
 from xkfac.calibration import Strength, strength_of
-from xkfac.errors import MismatchError, XkfacError
+from xkfac.errors import XkfacError
+from xkfac.extending import Keep, check_keep, extended, with_options
 from xkfac.fused import FusedPenalty, accumulate
+from xkfac.hooks import Hook
 from xkfac.implicit import Implicit
-from xkfac.likelihood import Likelihood, get_likelihood
-from xkfac.memory import Memory, estimate_for
+from xkfac.likelihood import Likelihood
+from xkfac.memory import Memory
 from xkfac.merging import Interpretation, Reading, bind
 from xkfac.merging import recentre as recentre_model
 from xkfac.methods import get_method
-from xkfac.passes import Progress, device_of, norms_of, unwrap
+from xkfac.passes import Progress, check_loaded, device_of, norms_of, same_random_state, unwrap, widest_dtype
 from xkfac.penalty import Penalty
+from xkfac.step_guard import StepGuard
 from xkfac.stiffness import stiffness
 from xkfac.taps import Shared
-from xkfac.units import as_patterns
 from xkfac.watching import Watch
-
-Keep = Literal["average", "all"]
 
 
 class Learner:
@@ -38,7 +38,8 @@ class Learner:
     damping: lambda, added to the curvature as lambda * I on W~. interpretation: how merged weights are read; the
     method's own unless given. importance: (ls, lt); by default T/(T+1) and 1/(T+1) for a memory of T tasks (eq.
     imp_hyp). strength: a factor on the penalty alone; "calibrated" takes the scale that `calibrate` has measured.
-    balance: adaptive alpha_s, alpha_t.
+    balance: adaptive alpha_s, alpha_t. forward, exclude: how the model takes a batch of the target, and what is left
+    out of its units, where these are not the memory's.
 
     BN layers carry hooks from here on until `finish` or `close`. Make the learner before the first call of a compiled
     model, which would not notice hooks that come later, and with the DistributedDataParallel model where there is one,
@@ -60,6 +61,8 @@ class Learner:
         importance: tuple[float, float] | None = None,
         strength: Strength = 1.0,
         balance: Balance | None = None,
+        forward: Forward | None = None,
+        exclude: Iterable[str] | None = None,
     ) -> None:
         strength = strength_of(strength, memory.calibration)
         given = importance or (0.0, 0.0)
@@ -68,8 +71,9 @@ class Learner:
                 raise XkfacError(f"{name} must be a number of at least 0, not {value}")
         self._wrapped = model
         self.model = unwrap(model)
+        check_loaded(self.model)
         device = device_of(self.model)
-        self.memory = memory.to(device)
+        self.memory = with_options(memory.to(device), exclude=exclude, forward=forward)
         self.method = memory.method
         if interpretation is not None:
             self.method = get_method(self.method, interpretation=interpretation)
@@ -85,18 +89,19 @@ class Learner:
             balance.to(device)
         self.last_penalty = torch.zeros((), device=device)
         self._bound = bind(self.model, memory.units)
-        read = self.memory.to(dtype=_wide_dtype(self.model))
+        read = self.memory.to(dtype=widest_dtype(self.model))
         self._penalty = Penalty(read.curvature, read.anchor, damping)
         self._fused = FusedPenalty(self._penalty, self._bound) if self._bound else None
         self._frozen: list[tuple[nn.Parameter, bool]] = []
         self._begun = self._closed = False
+        radius = None if memory.calibration is None else memory.calibration.radius
+        self._guard = StepGuard(self.model, self._bound, self._fused, radius, self.stable_lr)
         branches = device.type == "cuda" if self._branches is None else self._branches
         branch = self._branch = self._fork() if branches else None
         self._watch = Watch(self.model, self.method, self._bound, branch)
         self._forks: Any = None
         if branch is not None:
-            # A function, which a copy of the model shares; of a method it would copy the object, stream and all.
-            self._forks = self.model.register_forward_pre_hook(lambda module, inputs: branch.begin(module))
+            self._forks = self.model.register_forward_pre_hook(Hook(lambda module, inputs: branch.begin(module)))
 
     def _fork(self) -> Branch | None:
         """Return a branch that forks where a forward pass begins, where the method has work for it."""
@@ -124,27 +129,31 @@ class Learner:
         forward: Forward | None = None,
         max_batches: int | None = None,
         progress: Progress = False,
+        tolerance: float | None = None,
     ) -> None:
         """Start a target task: re-centre gamma and beta on its statistics (preprocessing), if the method does.
 
         loader: the target as training will draw it, augmentation included; statistics of other inputs would leave the
-        anchor as soon as training begins. The network must be at the memory's anchor. With `recentre=False` no data is
-        needed.
+        anchor as soon as training begins. Its first batch also shows whether the network still has the units of the
+        memory. With `recentre=False` no data is needed, and this is left to `finish`. The network must be at the
+        memory's anchor, up to rounding, or a relative `tolerance` for each unit. forward: kept for `finish`.
 
-        Raises MismatchError when the network has other weights, XkfacError when `loader` is missing or the method
-        cannot re-centre.
+        Raises MismatchError when the network has other weights, statistics or units, XkfacError when `loader` is
+        missing or the method cannot re-centre.
         """
         self._check_open()
-        self._check_at_anchor()
-        if self.method.recentre if recentre is None else recentre:
-            if self.method.fixed_bn or not self.method.units:
-                raise XkfacError(
-                    f"method '{self.method.name}' keeps gamma and beta where they are, and re-centring moves them; "
-                    "begin with recentre=False"
-                )
-            if loader is None:
-                raise XkfacError(f"method '{self.method.name}' re-centres BN on the target: begin needs its loader")
-            recentre_model(self._wrapped, loader, forward=forward, max_batches=max_batches, progress=progress)
+        check_not_replaced(self.model, self._bound)
+        check_at_anchor(self._bound, self.memory.anchor, tolerance)
+        recentre = self.method.recentre if recentre is None else recentre
+        check_recentring(self.method, recentre, loader is not None)
+        self.memory = with_options(self.memory, forward=forward)
+        with same_random_state():
+            if loader is not None:
+                loader = Peeked(loader)
+                check_batch(self._wrapped, self.memory, loader.first)
+                if recentre:
+                    options: dict[str, Any] = {"max_batches": max_batches, "progress": progress}
+                    recentre_model(self._wrapped, loader, forward=self.memory.forward, **options)
         self._start()
 
     def _check_open(self) -> None:
@@ -152,68 +161,69 @@ class Learner:
             raise XkfacError("this learner is closed and its hooks are gone; make a new Learner for the next task")
 
     def _start(self) -> None:
-        if self.method.fixed_bn and not self._begun:
+        if (self.method.fixed_bn or self.method.fixed_affine) and not self._begun:
             affine = [p for norm in norms_of(self.model).values() for p in norm.parameters(recurse=False)]
             self._frozen = [(parameter, parameter.requires_grad) for parameter in affine]
             for parameter in affine:
                 # An optimizer applies weight decay wherever there is a gradient, be it an old or a zero one.
                 parameter.requires_grad_(False).grad = None
+        self._watch.forget()
         self._begun = True
-
-    @torch.no_grad()
-    def _check_at_anchor(self) -> None:
-        for name, bound in self._bound.items():
-            anchor = self.memory.anchor[name]
-            distance = (bound.merged_weight() - anchor).norm()
-            if not bool(distance <= 1e-2 * anchor.norm() + 1e-6):
-                raise MismatchError(
-                    f"the weights of unit '{name}' are not those that the memory was made from; load the source "
-                    "network's weights before begin, or take up a task in progress with load_state_dict"
-                )
 
     def penalty(self) -> Tensor:
         """Return L_s, damping included, for the statistics of the latest forward pass; differentiable.
 
         A BN that did not run in training mode since the last call is read with its population statistics.
         """
+        return self._penalty_of(None)
+
+    def _penalty_of(self, loss: Tensor | None) -> Tensor:
+        self._guard.stepped = True
         if self._fused is None:
             return torch.zeros((), device=device_of(self.model))
-        readings, branch = self._watch.taken()
+        readings, branch = self._watch.taken(None if torch.compiler.is_compiling() else loss)
         if not torch.compiler.is_compiling():
             return self._fused(readings, branch)
         # A compiler fuses by itself, if it sees the single operations.
         return self._penalty({name: bound.merged_weight(readings.get(name)) for name, bound in self._bound.items()})
 
-    def objective(self, loss: Tensor) -> Tensor:
+    def objective(self, loss: Tensor, share: float | None = None) -> Tensor:
         """Return ls * L_s + lt * L_t for the target's loss L_t (eq. cl), each over its alpha where balanced.
 
-        Call it after the forward pass of each step, once.
+        Call it after the forward pass of each step, once; `loss` is the mean over the examples of that pass. Where
+        gradients of several passes add up to one step, call it after each, with `share`, the part of the step that the
+        pass is, such as 1/k: all of the objective is multiplied by it.
 
-        Raises XkfacError before `begin`, without a forward pass since the last call, or where a forward pass read a
-        BN's statistics with gradients disabled.
+        Raises XkfacError before `begin`, for a loss that is no mean over examples, without a forward pass since the
+        last call, with several of them in `loss`, or where one read a BN's statistics with gradients disabled.
+        Raises NotFiniteError some steps after the penalty has ceased to be finite.
         """
-        self._check_step()
-        penalty = self.penalty()
+        self._check_step(loss)
+        penalty = self._penalty_of(loss)
         self.last_penalty = penalty.detach()
-        source, target = self._factors()
+        if not torch.compiler.is_compiling():
+            self._guard.watch_backward(penalty, share)
+            self._guard.see(penalty)
+        source, target = self._factors(share)
         if self.balance is None:
             return torch.add(target * loss, penalty, alpha=source)
         objective: Tensor = penalty * source + loss * target
         self._rebalance(loss)
         return objective
 
-    def backward(self, loss: Tensor) -> None:
-        """Do what `objective(loss).backward()` does, in fewer operations, for steps that wait for launches on a GPU.
+    def backward(self, loss: Tensor, share: float | None = None) -> None:
+        """Do what `objective(loss, share).backward()` does, in fewer operations, for steps that wait for launches.
 
         The penalty's gradient is added to `.grad` of all parameters at once, after the backward pass of the loss. Hooks
         on the gradients of parameters do not see it; use `objective` where there are such hooks, or a gradient scaler.
         """
         if self._fused is None or self._wrapped is not self.model or torch.compiler.is_compiling():
-            self.objective(loss).backward()  # type: ignore[no-untyped-call]
+            self.objective(loss, share).backward()  # type: ignore[no-untyped-call]
             return
-        self._check_step()
-        source, target = self._factors()
-        readings, branch = self._watch.taken()
+        self._check_step(loss)
+        source, target = self._factors(share)
+        readings, branch = self._watch.taken(loss)
+        self._guard.stepped = True
         penalty, found = self._fused.value_and_gradients(readings, source, branch)
         own = [pair for pair in found if pair[0].is_leaf]
         made = [pair for pair in found if not pair[0].is_leaf]
@@ -221,13 +231,31 @@ class Learner:
         if branch is not None and any(id(tensor) not in waiting for tensor, _ in made):
             branch.join([penalty, *(gradient for _, gradient in found)])
         start = target.to(loss.dtype) if isinstance(target, Tensor) else loss.new_full((), target)
+        self._guard.before_backward(share)
         torch.autograd.backward([loss, *(a for a, _ in made)], [start, *(b for _, b in made)])
         if branch is not None:
             branch.join([penalty, *(gradient for _, gradient in own)])
         accumulate(own)
+        self._guard.after_backward()
         self.last_penalty = penalty
+        self._guard.see(penalty)
         if self.balance is not None:
             self._rebalance(loss)
+
+    def _check_step(self, loss: Tensor) -> None:
+        self._check_open()
+        if not self._begun:
+            raise XkfacError("call begin(target_loader) before the first objective(loss)")
+        self._guard.before_step(loss)
+        self._watch.check()
+
+    @property
+    def over_radius(self) -> float | None:
+        """L_s without damping over the calibration's radius, where the network is now; None without a calibration.
+
+        Above 1 the network is further from the anchor than the calibration has measured.
+        """
+        return self._guard.over_radius
 
     @property
     def protected(self) -> list[Tensor]:
@@ -269,10 +297,12 @@ class Learner:
         parameters = [parameter for parameter, _ in found]
         return list(zip(parameters, implicit(parameters, [gradient for _, gradient in found]), strict=True))
 
-    def _factors(self) -> tuple[Any, Any]:
+    def _factors(self, share: float | None = None) -> tuple[Any, Any]:
         """Return what L_s and L_t are multiplied by: numbers, or tensors where they are balanced."""
         source, target = self.importance
         source *= self.strength
+        if share is not None:
+            source, target = source * share, target * share
         if self.balance is None:
             return source, target
         # New tensors are what the backward pass keeps: the update changes the alphas in place before it runs.
@@ -282,12 +312,6 @@ class Learner:
         source, target = self.importance
         assert self.balance is not None
         self.balance.update(self.last_penalty, loss.detach(), (source * self.strength, target))
-
-    def _check_step(self) -> None:
-        self._check_open()
-        if not self._begun:
-            raise XkfacError("call begin(target_loader) before the first objective(loss)")
-        self._watch.check()
 
     def finish(
         self,
@@ -306,34 +330,22 @@ class Learner:
         """End the target task: return the memory extended by it, H <- ls * H + lt * H_t (postprocessing).
 
         keep: `average` the factors (constant size) or keep `all` terms (exact, growing). Arguments left out are those
-        the memory was made with. The learner is closed.
+        of the learner, or those the memory was made with. The learner is closed.
+
+        Raises XkfacError where nothing has protected the past, since `objective` was never called.
         """
-        if keep not in ("average", "all"):
-            raise XkfacError(f"keep is '{keep}'; it must be 'average' or 'all'")
+        check_keep(keep)
+        if not self._closed:
+            self._guard.check_learnt()
         self.close()
-        memory = replace(
-            self.memory,
-            likelihood=self.memory.likelihood if likelihood is None else get_likelihood(likelihood),
-            exclude=self.memory.exclude if exclude is None else as_patterns(exclude),
-        )
-        new = estimate_for(
-            self.method,
-            self._wrapped,
-            loader,
-            likelihood=memory.likelihood,
-            exclude=memory.exclude,
-            forward=forward,
-            max_batches=max_batches,
-            dtype=dtype,
-            seed=seed,
-            progress=progress,
-            graph=graph,
-        )
-        return memory.extend(self.model, new, *self.importance, keep_all=keep == "all")
+        memory = with_options(self.memory, likelihood=likelihood, exclude=exclude, forward=forward)
+        options = {"max_batches": max_batches, "dtype": dtype, "seed": seed, "progress": progress, "graph": graph}
+        return extended(memory, self.method, self._wrapped, loader, self.importance, keep, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint in the middle of a task needs beside the model's and the optimizer's state."""
-        return {"begun": self._begun, "balance": self.balance.state_dict() if self.balance else None}
+        balance = self.balance.state_dict() if self.balance else None
+        return {"begun": self._begun, "balance": balance, "stepped": self._guard.stepped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a task in progress, in place of `begin`; the model's own state is loaded by the user."""
@@ -344,10 +356,12 @@ class Learner:
             self.balance.load_state_dict(state["balance"])
         if state["begun"]:
             self._start()
+            self._guard.stepped = state.get("stepped", True)  # states of before it was kept do not say
 
     def close(self) -> None:
         """Take the hooks off the model and give frozen parameters their gradients back."""
         self._watch.remove()
+        self._guard.remove()
         if self._forks is not None:
             self._forks.remove()
         for parameter, flag in self._frozen:
@@ -366,12 +380,3 @@ class Learner:
 def _waited_for(reading: Reading) -> tuple[Tensor, Tensor]:
     """Return the tensors of a reading whose gradients a `Tap` waits for by itself."""
     return reading.handles if isinstance(reading, Shared) else (reading.mean, reading.var)
-
-
-def _wide_dtype(model: nn.Module) -> torch.dtype:
-    """Return the widest dtype of a model's floating-point parameters, float32 at least."""
-    dtype = torch.float32
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            dtype = torch.promote_types(dtype, parameter.dtype)
-    return dtype

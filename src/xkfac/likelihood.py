@@ -42,6 +42,12 @@ class Likelihood(ABC):
         """Return how many predictions an example has; the curvature is that of the mean loss over them."""
         return 1
 
+    def check_labels(self, labels: Tensor, shape: torch.Size) -> None:  # noqa: B027
+        """Raise XkfacError for true labels that outputs of a shape [N, ...] cannot have; the default takes all."""
+
+    def check(self, output: Tensor) -> None:  # noqa: B027 -- a subclass need not check anything
+        """Raise XkfacError for an output that is none of this likelihood's; called once per pass."""
+
     def score(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return d(sum_n L_n)/d output, shaped as `output`."""
         with torch.enable_grad():
@@ -68,7 +74,21 @@ class Categorical(Likelihood):
                 f"the categorical likelihood takes outputs [N, classes, ...], not {list(output.shape)}; for one number "
                 "an example use likelihood='bernoulli' or 'gaussian'"
             )
+        if output.shape[1] == 1:
+            raise XkfacError(
+                f"the output {list(output.shape)} has one column, and of a single class there is nothing to learn; use "
+                "likelihood='bernoulli' if it is the logit of a yes, 'gaussian' if it is a number"
+            )
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+
+    def check(self, output: Tensor) -> None:
+        """Raise XkfacError for probabilities, whose softmax is another distribution."""
+        flat = self._flat(output.detach())
+        if flat.shape[1] > 1 and bool((flat >= 0).all()) and bool(((flat.sum(1) - 1).abs() < 1e-3).all()):
+            raise XkfacError(
+                "the outputs of the network are probabilities, and the categorical likelihood takes logits; leave the "
+                "softmax out of the network, and give the logits to F.cross_entropy as well"
+            )
 
     def predictions(self, output: Tensor) -> int:
         """Return the number of positions."""
@@ -80,6 +100,16 @@ class Categorical(Likelihood):
         noise = torch.empty_like(logits).exponential_(generator=generator)
         return torch.sub(logits, noise.log_(), out=noise).argmax(1)
 
+    def check_labels(self, labels: Tensor, shape: torch.Size) -> None:
+        """Raise XkfacError for labels that are not classes [N, ...] of outputs of a shape [N, C, ...]."""
+        if labels.dtype == torch.bool or labels.dtype.is_floating_point or labels.dtype.is_complex:
+            raise XkfacError(
+                f"the true labels are {labels.dtype}; the categorical likelihood takes classes, which are whole "
+                "numbers, so give them as torch.int64"
+            )
+        _check_shape(labels, torch.Size([shape[0], *shape[2:]]), shape, self.name)
+        _check_range(labels, shape[1] - 1, f"one of the {shape[1]} classes 0 to {shape[1] - 1} of the output")
+
     def nll(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy [N]."""
         loss = F.cross_entropy(self._flat(output), labels, reduction="none")
@@ -88,7 +118,7 @@ class Categorical(Likelihood):
     def score(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return softmax(output) - onehot(labels)."""
         score = self._flat(output.detach()).softmax(1)
-        labels = labels.unsqueeze(1)
+        labels = labels.long().unsqueeze(1)
         return score.scatter_add_(1, labels, score.new_full((), -1.0).expand(labels.shape)).to(output.dtype)
 
     def root(self, output: Tensor) -> Iterator[Tensor]:
@@ -112,6 +142,11 @@ class Bernoulli(Likelihood):
         """Draw labels, 0 or 1, shaped as `output`."""
         p = output.detach().sigmoid()
         return torch.bernoulli(p, generator=generator)
+
+    def check_labels(self, labels: Tensor, shape: torch.Size) -> None:
+        """Raise XkfacError for labels that are not between 0 and 1, or of another shape than the output."""
+        _check_shape(labels, shape, shape, self.name)
+        _check_range(labels, 1, "between 0 and 1, as the bernoulli likelihood takes them")
 
     def nll(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return the binary cross-entropy [N]."""
@@ -151,6 +186,10 @@ class Gaussian(Likelihood):
         noise = torch.empty_like(output.detach()).normal_(generator=generator)
         return torch.add(output.detach(), noise, alpha=self.variance**0.5)
 
+    def check_labels(self, labels: Tensor, shape: torch.Size) -> None:
+        """Raise XkfacError for labels of another shape than the output."""
+        _check_shape(labels, shape, shape, self.name)
+
     def nll(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return half the squared error over the variance [N]."""
         return (output - labels).square().reshape(output.shape[0], -1).sum(1) / (2 * self.variance)
@@ -163,6 +202,20 @@ class Gaussian(Likelihood):
     def root(self, output: Tensor) -> Iterator[Tensor]:
         """Yield 1 / sqrt(variance) along every output."""
         yield from _axes(torch.full_like(output.detach(), self.variance**-0.5))
+
+
+def _check_shape(labels: Tensor, expected: torch.Size, output: torch.Size, name: str) -> None:
+    if labels.shape != expected:
+        raise XkfacError(
+            f"the true labels have shape {list(labels.shape)}; for outputs {list(output)} the {name} likelihood takes "
+            f"{list(expected)}"
+        )
+
+
+def _check_range(labels: Tensor, most: int, what: str) -> None:
+    wrong = labels[~((labels >= 0) & (labels <= most))]
+    if wrong.numel():
+        raise XkfacError(f"the true label {wrong[0].item()} is not {what}; correct it, or leave its example out")
 
 
 def _axes(scale: Tensor) -> Iterator[Tensor]:

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from xkfac import storage
-from xkfac.batches import Forward
+from xkfac.batches import Forward, unknown_forward
 from xkfac.calibration import Calibration
 from xkfac.curvature import Curvature, Settings, is_finite
-from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, XkfacError
+from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
 from xkfac.estimation import Estimate, estimate
 from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, assemble, khatri_rao, parts, symmetrised
 from xkfac.likelihood import LIKELIHOODS, Likelihood, get_likelihood
 from xkfac.merging import anchor_of, bind
 from xkfac.methods import Method, get_method
 from xkfac.passes import Progress, device_of, full_precision, unwrap
+from xkfac.structure import Pass, check_structure, leave_out
 from xkfac.tasklayers import own_patterns
 from xkfac.tracing import Convolution
 from xkfac.units import Coverage, Row, Unit, as_patterns
@@ -38,7 +39,8 @@ class Memory:
     information at the anchor, averaged over tasks. tasks: how many tasks T it stands for. coverage: the units and a row
     for every parameter. method, likelihood, exclude: how it was made, and how `extend` goes on. examples: how many
     examples the curvature rests on. calibration: what `calibrate` measured, None without it; it goes on to the memory
-    of further tasks as it is.
+    of further tasks as it is. forward: how the model takes a batch, kept for `begin`, `finish` and `calibrate`; a file
+    can only say that there was one.
     """
 
     anchor: Mapping[str, Tensor]
@@ -50,13 +52,15 @@ class Memory:
     exclude: tuple[str, ...] = ()
     examples: int = 0
     calibration: Calibration | None = None
+    forward: Forward | None = None
 
     def __repr__(self) -> str:
         tasks = "1 task" if self.tasks == 1 else f"{self.tasks} tasks"
         numbers = sum(tensor.numel() for _, tensor in self.curvature.tensors())
         head = f"memory of {tasks}, method {self.method.name}, {self.examples:,} examples"
         scale = "" if self.calibration is None else f", penalty to be scaled by {self.calibration.scale:.3g}"
-        return f"{head}, curvature of {numbers:,} numbers{scale}"
+        forward = "" if self.forward is None else ", with a forward function of its own"
+        return f"{head}, curvature of {numbers:,} numbers{scale}{forward}"
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -72,23 +76,41 @@ class Memory:
         anchor = {name: tensor.to(device=device, dtype=dtype) for name, tensor in self.anchor.items()}
         return replace(self, anchor=anchor, curvature=self.curvature.to(device, dtype))
 
+    def without(self, *patterns: str) -> Memory:
+        """Return the memory without the units that patterns match, such as "head*"; these are excluded from then on.
+
+        For heads that were not left out when the memory was made: they are free to be replaced then.
+
+        Raises UnitError for a pattern that matches no unit, or a part of one alone.
+        """
+        names, coverage = leave_out(self.coverage, patterns)
+        return replace(
+            self,
+            anchor={name: tensor for name, tensor in self.anchor.items() if name not in names},
+            curvature=self.curvature.without(names),
+            coverage=coverage,
+            exclude=tuple(dict.fromkeys([*self.exclude, *patterns])),
+        )
+
     def extend(self, model: nn.Module, new: Estimate, own: float, others: float, *, keep_all: bool = False) -> Memory:
         """Return the memory of one task more: H <- own * H + others * H_t, anchored at `model` (postprocessing).
 
-        Factors are averaged, or with `keep_all` all terms are kept; a unit of one side alone counts zero on the other.
+        Two terms become the one Kronecker product that has the partial traces of their weighted sum (see
+        `xkfac.averaging`), or with `keep_all` all terms are kept; a unit of one side alone counts zero on the other.
 
         Raises MismatchError when a unit was found in another shape, or made of other parts, than before.
         """
         for value in (own, others):
             if not 0 <= value < float("inf"):
                 raise XkfacError(f"the importance of a task must be a number of at least 0, not {value}")
-        _check_same_units(self.units, new.coverage.units)
+        check_structure(self.coverage, Pass(new.coverage))
         units = {unit.name: unit for unit in (*self.units, *new.coverage.units)}
         rows = {row.parameter: row for row in self.coverage.rows}
         rows.update({r.parameter: r for r in new.coverage.rows if r.unit != "-" or r.parameter not in rows})
+        homogeneous = {unit.name for unit in units.values() if unit.homogeneous}
         before = self.curvature.to(device_of(unwrap(model)))
         with full_precision(device_of(unwrap(model))):
-            extended = before.extend(new.curvature, own, others, keep_all=keep_all)
+            extended = before.extend(new.curvature, own, others, keep_all=keep_all, homogeneous=homogeneous)
         anchor, curvature = _uniform(_anchor(model, units.values()), extended)
         return replace(
             self,
@@ -101,7 +123,7 @@ class Memory:
 
     def summary(self) -> str:
         """Return a table of every parameter with its unit, kind and size, below a line on the memory itself."""
-        return f"{self!r}\n{self.coverage}"
+        return f"{self!r}\n{self.coverage.noted(self.curvature.zero_units(), 'curvature is zero')}"
 
     def save(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write the memory to a safetensors file, atomically, its curvature in `dtype`, by default in its own.
@@ -146,6 +168,7 @@ class Memory:
             "rows": [asdict(row) for row in self.coverage.rows],
             "blocks": {name: names[type(block)] for name, block in self.curvature.blocks.items()},
             "calibration": self.calibration and asdict(self.calibration),
+            "forward": self.forward is not None,
             "joint": joint and {"units": self.curvature.joint_units, "rows": joint.rows, "columns": joint.columns},
         }
 
@@ -234,6 +257,7 @@ def _rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> M
         exclude=tuple(description["exclude"]),
         examples=description["examples"],
         calibration=calibration and Calibration.read(calibration),
+        forward=unknown_forward if description.get("forward") else None,  # a key that older files do not have
     )
 
 
@@ -251,32 +275,6 @@ def _check_shapes(units: Iterable[Unit], anchor: Mapping[str, Tensor], curvature
     for name in {*shapes, *found}:
         if not shapes.get(name) == found.get(name) == tuple(anchor[name].shape):
             raise ValueError(f"unit '{name}' is of another shape than its tensors")
-
-
-def _check_same_units(before: Iterable[Unit], now: Iterable[Unit]) -> None:
-    known = {unit.name: unit for unit in before}
-    owner = {part: unit.name for unit in known.values() for part in _parts_of(unit)}
-    for unit in now:
-        old = known.get(unit.name, unit)
-        if (old.kind, old.shape, old.norm) != (unit.kind, unit.shape, unit.norm):
-            raise MismatchError(
-                f"unit '{unit.name}' is {_described(unit)} now and was {_described(old)} in the memory; extend it with "
-                "the network that it was made from"
-            )
-        for part in _parts_of(unit):
-            if owner.get(part, unit.name) != unit.name:
-                raise MismatchError(
-                    f"'{part}' belongs to unit '{unit.name}' now and to unit '{owner[part]}' in the memory; exclude "
-                    "the same parameters as before"
-                )
-
-
-def _parts_of(unit: Unit) -> Iterator[str]:
-    yield from (part for part in (unit.weight, unit.bias, unit.norm) if part is not None)
-
-
-def _described(unit: Unit) -> str:
-    return f"{unit.kind} {list(unit.shape)}" + (f" with '{unit.norm}'" if unit.norm is not None else "")
 
 
 def _anchor(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
@@ -384,7 +382,7 @@ def consolidate(
         graph=graph,
     )
     anchor, curvature = _uniform(_anchor(model, new.coverage.units), new.curvature)
-    return Memory(anchor, curvature, 1, new.coverage, chosen, likelihood, exclude, new.examples)
+    return Memory(anchor, curvature, 1, new.coverage, chosen, likelihood, exclude, new.examples, forward=forward)
 
 
 def estimate_for(method: Method, model: nn.Module, loader: Iterable[Any], **options: Any) -> Estimate:
@@ -393,6 +391,10 @@ def estimate_for(method: Method, model: nn.Module, loader: Iterable[Any], **opti
         named = unwrap(model).named_parameters()
         rows = tuple(Row(name, "-", "unprotected", parameter.numel()) for name, parameter in named)
         return Estimate(Curvature({}), Coverage((), rows), 0)
-    own = own_patterns(unwrap(model), norms=method.own_bn)
-    options["exclude"] = (*as_patterns(options.get("exclude") or ()), *own)
+    options["exclude"] = excluded_by(method, model, options.get("exclude") or ())
     return estimate(model, loader, **asdict(method.settings), merge=method.merge, units=method.units, **options)
+
+
+def excluded_by(method: Method, model: nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:
+    """Return the patterns of what a method leaves out of the units: the user's, and layers that tasks own."""
+    return (*as_patterns(exclude), *own_patterns(unwrap(model), norms=method.own_bn))

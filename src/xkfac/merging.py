@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from xkfac.batches import Forward, default_forward
 from xkfac.errors import MismatchError, NotFiniteError, UnitError
-from xkfac.passes import Progress, batches, device_of, norms_of, untouched, unwrap
+from xkfac.passes import Progress, batches, check_loaded, device_of, norms_of, untouched, unwrap
 from xkfac.renorm import _BatchRenorm, keep
 from xkfac.units import Unit
 
@@ -85,8 +85,8 @@ class BoundUnit:
     def _check(self, what: str, memory: Iterable[int], model: Iterable[int]) -> None:
         if tuple(memory) != tuple(model):
             raise MismatchError(
-                f"unit '{self.unit.name}': the memory's {what} is {_times(memory)}, the model's {_times(model)}; is "
-                "this the network that the memory was made from?"
+                f"unit '{self.unit.name}': the memory's {what} is {_times(memory)}, the model's {_times(model)}; load "
+                f"the memory's network, or leave a head that has changed out: memory.without('{self.unit.name}')"
             )
 
     @property
@@ -252,6 +252,7 @@ def recentre(
     Raises UnitError for a BN without affine parameters, or with a channel that is not finite on the new data; the model
     is unchanged then.
     """
+    check_loaded(unwrap(model))
     group = _process_group(model)
     model = unwrap(model)
     norms = {path: norm for path, norm in norms_of(model).items() if norm.running_mean is not None}

@@ -21,6 +21,8 @@ class Method:
     units: False penalises every parameter by itself, and no statistics (plain EWC).
     interpretation: how merged weights are read in training. recentre: whether BN is re-centred at a task's start.
     fixed_bn: gamma, beta and the statistics of every BN stay as they are, and BN runs in evaluation mode.
+    fixed_affine: gamma and beta of every BN stay as they are; its statistics follow the batches.
+    fixed_statistics: BN runs in evaluation mode, with the statistics that re-centring gave it; gamma and beta learn.
     own_bn: every task has BN layers of its own (`norm_state`), so that the layers in front of them are units alone, and
     BN is free, as is every other `TaskLayer`.
     """
@@ -34,13 +36,24 @@ class Method:
     recentre: bool = True
     fixed_bn: bool = False
     own_bn: bool = False
+    fixed_affine: bool = False
+    fixed_statistics: bool = False
 
     def __post_init__(self) -> None:
         if self.interpretation not in INTERPRETATIONS:
             raise XkfacError(
                 f"interpretation is '{self.interpretation}'; it must be one of {', '.join(INTERPRETATIONS)}"
             )
-        for name in ("penalised", "merge", "units", "recentre", "fixed_bn", "own_bn"):
+        for name in (
+            "penalised",
+            "merge",
+            "units",
+            "recentre",
+            "fixed_bn",
+            "own_bn",
+            "fixed_affine",
+            "fixed_statistics",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise XkfacError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         self._check_contradictions()
@@ -58,6 +71,16 @@ class Method:
             raise XkfacError(
                 "own_bn=True leaves every BN to its task, so there is none to keep, re-centre or merge; pass "
                 "fixed_bn=False, recentre=False and interpretation='eval'"
+            )
+        if self.fixed_affine and (self.fixed_bn or self.own_bn or self.recentre):
+            raise XkfacError(
+                "fixed_affine=True keeps gamma and beta, which re-centring and task-specific BN change and "
+                "fixed BN keeps too; pass recentre=False, own_bn=False and fixed_bn=False"
+            )
+        if self.fixed_statistics and (self.fixed_bn or self.own_bn or self.interpretation != "eval"):
+            raise XkfacError(
+                "fixed_statistics=True keeps BN in evaluation mode with one set of statistics; pass fixed_bn=False, "
+                "own_bn=False and interpretation='eval'"
             )
         if not self.units and self.settings.kind != "diagonal":
             raise XkfacError(
@@ -84,6 +107,13 @@ METHODS: dict[str, Method] = {
             interpretation="eval",
             recentre=False,
             fixed_bn=True,
+        ),
+        Method("fixed-affine", recentre=False, fixed_affine=True),
+        Method(
+            "fixed-statistics",
+            Settings("kfac", statistics="population"),
+            interpretation="eval",
+            fixed_statistics=True,
         ),
         # Past tasks are used with their own statistics, which do not follow the weights.
         Method(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,25 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def check_loaded(model: nn.Module) -> None:
+    """Raise XkfacError for a parameter or buffer on the meta device, which has no values."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise XkfacError(
+                f"'{name}' is on the meta device and has no values; give the model memory by "
+                "model.to_empty(device='cpu') and load its weights before a pass over data"
+            )
+
+
+def widest_dtype(model: nn.Module) -> torch.dtype:
+    """Return the widest dtype of a model's floating-point parameters, float32 at least."""
+    dtype = torch.float32
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
+
+
 def full_precision(device: torch.device) -> torch.autocast:
     """Return a context in which no matrix product is rounded to a reduced precision by autocast."""
     return torch.autocast(device.type, enabled=False)
@@ -77,7 +97,42 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Restore buffers, flags of modules and parameters, and global random state on leaving, bit by bit.
 
     Inside, compiled parts run as written, so that hooks see them, and autograd works even under inference mode.
+
+    Raises XkfacError while another thread is inside with the same model, or with one that shares layers with it.
     """
+    with _only_thread(model):
+        yield from _restored(model)
+
+
+# The modules and parameters that passes are changing, by id, each with its thread; kept beside the modules, whose
+# copies and pickles have nothing of it.
+_changing: dict[int, int] = {}
+_changes = threading.Lock()  # guards all that passes of several threads share
+
+
+@contextmanager
+def _only_thread(model: nn.Module) -> Iterator[None]:
+    """Refuse what another thread is changing; the same thread may enter again."""
+    own = threading.get_ident()
+    with _changes:
+        entered = {id(part) for part in (*model.modules(), *model.parameters())}
+        if any(_changing.get(part, own) != own for part in entered):
+            raise XkfacError(
+                "another thread is running a pass over this model and has changed its flags until it is done; wait for "
+                "it, or give each thread a deep copy of the model"
+            )
+        entered -= _changing.keys()
+        _changing.update(dict.fromkeys(entered, own))
+    try:
+        yield
+    finally:
+        with _changes:
+            for part in entered:
+                del _changing[part]
+
+
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore what is the model's own, and what all threads of the process share."""
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     values = {
         buffer: buffer.detach().clone()
@@ -92,7 +147,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         if hasattr(module, name)
     ]
     needs_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    with _same_random_state(), _as_written(), torch.inference_mode(False):
+    with _same_process_state(), torch.inference_mode(False):
         try:
             yield
         finally:
@@ -109,6 +164,38 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     parameter.requires_grad_(flag)
 
 
+# How deep each thread is inside of passes, whatever the models, and what the last one to leave puts back.
+_depths: dict[int, int] = {}
+_put_back = ExitStack()
+
+
+@contextmanager
+def _same_process_state() -> Iterator[None]:
+    """Put back random state and how compiled code runs, which all threads share.
+
+    While several threads are inside, none can tell its own changes from those of others: the last to leave puts back
+    what the first has found.
+    """
+    own = threading.get_ident()
+    with _changes:
+        if not _depths:
+            _put_back.callback(_set_random_state, _random_state())
+            _put_back.enter_context(_as_written())
+        _depths[own] = _depths.get(own, 0) + 1
+        before = _random_state()
+    try:
+        yield
+    finally:
+        with _changes:
+            _depths[own] -= 1
+            if _depths[own] == 0:
+                del _depths[own]
+            if not _depths:
+                _put_back.close()
+            elif _depths.keys() == {own}:
+                _set_random_state(before)
+
+
 @contextmanager
 def _as_written() -> Iterator[None]:
     """Run compiled modules without their compiled code, if anything can have been compiled at all."""
@@ -119,19 +206,32 @@ def _as_written() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _same_random_state() -> Iterator[None]:
+def _random_state() -> tuple[Any, ...]:
+    """Return the state of all global generators of random numbers."""
     numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy else None
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
+    own = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    return random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state(), own
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Restore the global random state on leaving."""
+    before = _random_state()
+    try:
+        yield
+    finally:
+        _set_random_state(before)
+
+
+def _set_random_state(state: tuple[Any, ...]) -> None:
+    python, numpy, cpu, devices = state
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    for device, own in devices:
+        torch.cuda.set_rng_state(own, device)
 
 
 def batches(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -15,8 +12,16 @@ def rounds(like: Tensor) -> bool:
     At "high" they are of TF32, which torch sees to by itself. Factors alone are rounded; sums are float32, and torch
     before 2.8, which cannot sum products of bfloat16 so, rounds nothing here.
     """
-    asked = torch.get_float32_matmul_precision() == "medium"
-    return asked and like.is_cuda and like.dtype == torch.float32 and hasattr(torch.ops.aten.bmm, "dtype")
+    can = like.is_cuda and like.dtype == torch.float32 and hasattr(torch.ops.aten.bmm, "dtype")
+    return can and _is_medium()
+
+
+def _is_medium() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() == "medium"
+    except RuntimeError:
+        # Torch refuses to answer where `torch.backends.*.fp32_precision` are set; these know no "medium" on CUDA.
+        return False
 
 
 def rounded(vectors: Tensor) -> Tensor:
@@ -24,15 +29,13 @@ def rounded(vectors: Tensor) -> Tensor:
     return vectors.bfloat16() if rounds(vectors) else vectors
 
 
-@contextmanager
-def exactly() -> Iterator[None]:
-    """Have products of float32 matrices be of float32 inside, whatever torch is set to."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def unrounded(tensor: Tensor) -> Tensor:
+    """Return a tensor whose products are not coarser than float32, whatever torch is set to: the same in float64.
+
+    Torch's settings are left alone: what they inherit from each other can be read, but not put back. Apple's GPUs have
+    no float64, and round nothing.
+    """
+    return tensor if tensor.device.type == "mps" else tensor.double()
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -44,6 +47,8 @@ def add_product_(total: Tensor, first: Tensor, second: Tensor, scale: float = 1.
     """Add scale * A B to `total` [n, ., .], which has the dtype that products are summed in."""
     if first.dtype == total.dtype:
         total.baddbmm_(first, second, alpha=scale)
+    elif first.dtype == torch.float64:
+        total.add_(first @ second, alpha=scale)
     elif first.is_cuda:
         torch.baddbmm(total, first, second, out_dtype=total.dtype, alpha=scale, out=total)
     else:

@@ -7,8 +7,8 @@ all_reduce, reduce and broadcast, which Gloo and NCCL have.
 
 from __future__ import annotations
 
+import json
 import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,16 @@ class Layout:
     def of(cls, tensor: Tensor, *, symmetric: bool = False) -> Layout:
         """Return the layout of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, symmetric)
+
+    def described(self) -> list[Any]:
+        """Return the layout as JSON holds it."""
+        return [list(self.shape), str(self.dtype).removeprefix("torch."), self.symmetric]
+
+    @classmethod
+    def read(cls, described: Sequence[Any]) -> Layout:
+        """Return the layout that `described` has described."""
+        shape, dtype, symmetric = described
+        return cls(tuple(shape), getattr(torch, dtype), symmetric)
 
     @property
     def elements(self) -> int:
@@ -72,14 +82,14 @@ class Processes:
         return [int(one) for one in every]
 
     def exchanged(self, value: Any) -> list[Any]:
-        """Return the small object that each process gives."""
-        own = torch.tensor(list(pickle.dumps(value)), dtype=torch.uint8, device=self.device)
+        """Return the small value that each process gives, as JSON has it: what were tuples are lists."""
+        own = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
         sizes = self.gathered(own.numel())
         padded = own.new_zeros(max(sizes))
         padded[: own.numel()] = own
         every = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(every, padded, group=self.group)
-        return [pickle.loads(bytes(one[:size].tolist())) for one, size in zip(every, sizes, strict=True)]
+        return [json.loads(bytes(one[:size].tolist())) for one, size in zip(every, sizes, strict=True)]
 
     def agree(self, settings: Mapping[str, Any]) -> None:
         """Raise XkfacError, on every process, for the first setting that two processes have differently."""

@@ -8,7 +8,7 @@ bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,29 +16,48 @@ from torch import Tensor
 from xkfac.collecting import JOINT, Collector, Collectors, JointCollector
 from xkfac.curvature import Curvature, is_finite
 from xkfac.errors import NotFiniteError, UnitError, XkfacError
-from xkfac.kronecker import Block, KhatriRao, Kronecker, assemble, eigenbasis, khatri_rao, parts
+from xkfac.kronecker import Block, Corrected, Diagonal, KhatriRao, Kronecker, assemble, eigenbasis, khatri_rao, parts
 from xkfac.passes import NO_BATCH
 from xkfac.processes import Layout, Processes, shared_out
-from xkfac.units import Coverage
+from xkfac.tracing import Convolution
+from xkfac.units import Coverage, Row, Unit
 
 Source = Collector | JointCollector
 
 
 @dataclass
 class Outcome:
-    """What a process says of its part of a pass: how many examples, which units, and what went wrong."""
+    """What a process says of its part of a pass: how many batches and examples, which units, and what went wrong."""
 
+    batches: int = 0
     examples: int = 0
     coverage: Coverage | None = None
     error: str | None = None
 
+    @classmethod
+    def read(cls, described: Mapping[str, Any]) -> Outcome:
+        """Return what another process says, from what `asdict` makes of it."""
+        coverage = described["coverage"] and _coverage(described["coverage"])
+        return cls(**{**described, "coverage": coverage})
 
-def agreed(processes: Processes, own: Outcome) -> tuple[Coverage, int]:
-    """Return the units that the processes have found, and how many examples they have seen together.
+
+def _coverage(described: Mapping[str, Any]) -> Coverage:
+    units = []
+    for entry in described["units"]:
+        convolution = entry["convolution"]
+        if convolution is not None:
+            padding = tuple(tuple(pair) for pair in convolution.pop("padding"))
+            convolution = Convolution(padding=padding, **{name: tuple(sizes) for name, sizes in convolution.items()})
+        units.append(Unit(**{**entry, "shape": tuple(entry["shape"]), "convolution": convolution}))
+    return Coverage(tuple(units), tuple(Row(**row) for row in described["rows"]))
+
+
+def agreed(processes: Processes, own: Outcome) -> tuple[Coverage, list[int], int]:
+    """Return the units that the processes have found, the batches of each, and the examples of all together.
 
     Raises XkfacError, on every process, when one failed, when they found different units, or when none has a batch.
     """
-    every = processes.exchanged(own)
+    every = [Outcome.read(described) for described in processes.exchanged(asdict(own))]
     _raise_first(outcome.error for outcome in every)
     found = [(rank, outcome.coverage) for rank, outcome in enumerate(every) if outcome.coverage is not None]
     if not found:
@@ -51,7 +70,7 @@ def agreed(processes: Processes, own: Outcome) -> tuple[Coverage, int]:
                 f"processes {first} and {rank} have found different units, such as '{odd.name}'; make the network run "
                 "the same layers on the batches of every process, or exclude it"
             )
-    return coverage, sum(outcome.examples for outcome in every)
+    return coverage, [outcome.batches for outcome in every], sum(outcome.examples for outcome in every)
 
 
 def _raise_first(errors: Iterable[str | None]) -> None:
@@ -106,13 +125,15 @@ class _Shared:
             self._reduce(owner, [name for name in self.sources if owners[name] == owner], roots)
         mine = [name for name in self.sources if owners[name] == self.processes.rank]
         made, error = _caught(lambda: {name: self._made(name) for name in mine})
-        every = self.processes.exchanged((error, {name: _described(block) for name, block in (made or {}).items()}))
-        failed = next((rank for rank, (error, _) in enumerate(every) if error is not None), None)
-        if failed is not None:
-            raise every[failed][0]
+        fault = error and [type(error).__name__, str(error)]
+        every = self.processes.exchanged([fault, {name: _described(block) for name, block in (made or {}).items()}])
+        for theirs, _ in every:
+            if theirs is not None:
+                raise _FAULTS.get(theirs[0], XkfacError)(theirs[1])
         blocks = {}
         for owner, (_, described) in enumerate(every):
-            blocks.update(self._sent(owner, described, made or {}))
+            layouts = {name: (kind, _layouts(parts)) for name, (kind, parts) in described.items()}
+            blocks.update(self._sent(owner, layouts, made or {}))
         return {name: blocks[name] for name in self.sources}
 
     def _made(self, name: str) -> Block | KhatriRao:
@@ -122,7 +143,8 @@ class _Shared:
         """Return the roots of M of all examples: means count by the examples that they are of."""
         own = {} if self.examples == 0 else {name: one.root(self.examples) for name, one in self.sources.items()}
         mine = {name: root for name, root in own.items() if root is not None}
-        every = self.processes.exchanged({name: Layout.of(root) for name, root in mine.items()})
+        told = self.processes.exchanged({name: Layout.of(root).described() for name, root in mine.items()})
+        every = [_layouts(theirs) for theirs in told]
         layouts = next(one for one in every if one or not any(every))
         for rank, theirs in enumerate(every):
             for name in theirs:
@@ -153,7 +175,9 @@ class _Shared:
         for name in names if sums else ():
             self.sources[name].take([sums.pop(0) for _ in layouts[name]], roots.get(name))
 
-    def _sent(self, owner: int, described: Mapping[str, _Description], made: Mapping[str, Any]) -> dict[str, Any]:
+    def _sent(
+        self, owner: int, described: Mapping[str, tuple[str, dict[str, Layout]]], made: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the owner's blocks; what a process holds already does not travel."""
         held = {name: self.sources[name].held() for name in described}
         layouts = {
@@ -172,24 +196,29 @@ class _Shared:
             blocks[name] = self._assembled(name, kind, tensors)
         return blocks
 
-    def _assembled(self, name: str, kind: Any, tensors: Any) -> Block | KhatriRao:
+    def _assembled(self, name: str, kind: str, tensors: Any) -> Block | KhatriRao:
         source = self.sources[name]
         if isinstance(source, JointCollector):
             units = source.units
             return khatri_rao(tensors, [unit.shape[1] for unit in units], [unit.shape[2] for unit in units])
-        return assemble(kind, tensors)
+        return assemble(_BLOCKS[kind], tensors)
 
 
-_Description = tuple[type, dict[str, Layout]]
+_BLOCKS: dict[str, type[Block]] = {block.__name__: block for block in (Kronecker, Diagonal, Corrected)}
+_FAULTS = {fault.__name__: fault for fault in (NotFiniteError, UnitError)}
 
 
-def _described(block: Block | KhatriRao) -> _Description:
+def _described(block: Block | KhatriRao) -> tuple[str, dict[str, list[Any]]]:
     """Return the class of a block and the layouts of its tensors; the factors of Kronecker products are symmetric."""
     factors = isinstance(block, (Kronecker, KhatriRao))
-    return type(block), {
-        name: Layout.of(tensor, symmetric=factors and not name.startswith("root"))
+    return type(block).__name__, {
+        name: Layout.of(tensor, symmetric=factors and not name.startswith("root")).described()
         for name, tensor in parts(block).items()
     }
+
+
+def _layouts(described: Mapping[str, list[Any]]) -> dict[str, Layout]:
+    return {name: Layout.read(layout) for name, layout in described.items()}
 
 
 def _caught(work: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, Exception | None]:

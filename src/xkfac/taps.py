@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from xkfac.branches import Branch
+from xkfac.hooks import Hook, replace_forward, runs_its_class
 from xkfac.merging import BoundUnit, Interpretation, Reading, _wide, norm_input
 from xkfac.renorm import _BatchRenorm
 
@@ -23,6 +23,14 @@ class Handle(Protocol):
 
     def remove(self) -> None:
         """Take it off."""
+
+
+def _learns(norm: Any) -> bool:
+    """Whether a BN takes in a mini-batch of training.
+
+    In a curvature pass it uses the statistics of mini-batches, too, but its running ones stand still: see `set_mode`.
+    """
+    return bool(norm.training and norm.track_running_stats)
 
 
 class Shared(Reading):
@@ -67,11 +75,11 @@ class Tap:
     def put_on(self, note: Note) -> Handle:
         """Have the unit's BN give `note` a reading of every mini-batch that it takes in, in training mode."""
         norm = self._bound.norm
-        if type(norm) not in _PLAIN or "forward" in vars(norm) or not self._through:
-            return norm.register_forward_pre_hook(self._hook(note), with_kwargs=True)  # type: ignore[no-any-return]
+        if type(norm) not in _PLAIN or not runs_its_class(norm) or not self._through:
+            return norm.register_forward_pre_hook(Hook(self._hook(note)), with_kwargs=True)  # type: ignore[no-any-return]
 
         def forward(module: Any, input: Tensor) -> Tensor:
-            if not module.training:
+            if not _learns(module):
                 return type(module).forward(module, input)  # type: ignore[no-any-return]
             if self._is_normalised_here(module, input):
                 output, reading = self.normalise(module, input)
@@ -79,13 +87,11 @@ class Tap:
                 return output
             return type(module).forward(module, self._noted(input, note))  # type: ignore[no-any-return]
 
-        # A method of the module, so that one of a copy of the module is the copy's.
-        norm.forward = MethodType(forward, norm)
-        return _Replaced(norm)
+        return replace_forward(norm, forward)
 
     def _hook(self, note: Note) -> _Hook:
         def read(module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> Any:
-            if not module.training:
+            if not _learns(module):
                 return None
             input = self._noted(norm_input(inputs, keywords), note)
             return ((input, *inputs[1:]), keywords) if inputs else (inputs, {**keywords, "input": input})
@@ -156,18 +162,6 @@ class Tap:
             if not torch.cuda.is_current_stream_capturing():
                 self._counts[number] = found
         return found
-
-
-class _Replaced:
-    """A BN whose forward pass is replaced."""
-
-    def __init__(self, norm: Any) -> None:
-        self._norm, self._forward = norm, vars(norm)["forward"]
-
-    def remove(self) -> None:
-        """Give the module its own forward pass back."""
-        if vars(self._norm).get("forward") is self._forward:
-            del self._norm.forward
 
 
 class _Normalised(torch.autograd.Function):

@@ -9,11 +9,10 @@ its modules are named: a weight that is standardised, tied or otherwise transfor
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,9 +22,14 @@ from torch import Tensor, nn
 from xkfac.batches import Forward, default_forward, size_of, tensors, to_device
 from xkfac.errors import UnitError
 from xkfac.passes import device_of, norms_of, untouched, unwrap
+from xkfac.patterns import as_patterns as as_patterns
+from xkfac.patterns import excluded_names, patterns_for
 from xkfac.tracing import Call, Convolution, Trace, read_call
 
 Kind = Literal["linear", "conv", "norm", "unmerged", "free"]
+
+UNSEEN = "not seen in the forward pass"
+"""The note on a parameter that the discovery pass did not use."""
 
 _SAME_TENSOR = (Tensor.contiguous, Tensor.to, Tensor.float, Tensor.double, Tensor.type_as)
 
@@ -71,6 +75,12 @@ class Coverage:
 
     units: tuple[Unit, ...]
     rows: tuple[Row, ...]
+
+    def noted(self, units: Iterable[str], note: str) -> Coverage:
+        """Return the coverage with a note added to the rows of some units."""
+        chosen = set(units)
+        rows = (replace(r, note=f"{r.note}, {note}" if r.note else note) if r.unit in chosen else r for r in self.rows)
+        return replace(self, rows=tuple(rows))
 
     def __str__(self) -> str:
         """Return the table of all parameters."""
@@ -193,11 +203,27 @@ def find_units(
     across processes, called more than once, with a gamma or beta that is transformed or shared, or with a first
     dimension that is not the batch.
     """
+    return discover(
+        model, batch, merge=merge, units=units, exclude=exclude, forward=forward, synchronised=synchronised
+    )[0]
+
+
+def discover(
+    model: nn.Module,
+    batch: Any,
+    *,
+    merge: bool,
+    units: bool,
+    exclude: Iterable[str],
+    forward: Forward | None,
+    synchronised: bool,
+) -> tuple[Coverage, dict[str, int]]:
+    """Do what `find_units` does; return also the first dimension of the input of every weight that linear maps use."""
     model = unwrap(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise UnitError(f"'{name}' is not initialised yet; run the lazy model once before looking for its units")
-    excluded = _excluded(model, exclude)
+    excluded = excluded_names(model, exclude)
     trace = _Discovery(model)
     batch = to_device(batch, device_of(model))
     with untouched(model), torch.no_grad(), trace.running():
@@ -212,7 +238,8 @@ def find_units(
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     # A BN without gamma and beta has no place among the parameters; where it is a unit by itself, it comes last.
     found.sort(key=lambda unit: min((order[name] for name in parameters_of(model, unit)), default=len(order)))
-    return Coverage(tuple(found), tuple(_rows(model, found, excluded, set(trace.users))))
+    coverage = Coverage(tuple(found), tuple(_rows(model, found, excluded, set(trace.users))))
+    return coverage, {weight: layer.calls[0].input.shape[0] for weight, layer in trace.layers.items()}
 
 
 def parameters_of(model: nn.Module, unit: Unit) -> tuple[str, ...]:
@@ -228,6 +255,7 @@ def _layers_and_norms(
     trace: _Discovery, size: int, merge: bool, excluded: set[str], synchronised: bool
 ) -> Iterator[Unit]:
     merged: set[str] = set()
+    faults: dict[str, str] = {}
     for weight, layer in trace.layers.items():
         parts = [weight, *_bias_names(trace, layer)]
         if not _is_unit(trace, layer, parts, size) or excluded.intersection(parts):
@@ -243,11 +271,15 @@ def _layers_and_norms(
         # Read as an affine map, a lone BN without gamma and beta is a constant; its mu and sigma by themselves are not.
         if excluded.intersection([path, *affine]) or (merge and path not in merged and not affine):
             continue
-        _check_norm(trace, path, size, synchronised and merge)
-        if path not in merged:
+        fault = _fault_of(trace, path, size, synchronised and merge)
+        if fault is not None:
+            faults[path] = fault
+        elif path not in merged:
             name = _join(path, "weight").removesuffix(".weight")
             kind: Kind = "norm" if merge else "unmerged"
             yield Unit(name, kind, (trace.norms[path].num_features, 1, 2 if merge else 4), norm=path)
+    if faults:
+        raise _refused(trace.model, faults)
 
 
 def _layer_unit(weight: str, bias: str | None, norm: str | None, calls: list[Call]) -> Unit:
@@ -297,62 +329,51 @@ def _norm_behind(trace: _Discovery, layer: _Layer) -> str | None:
     return next(iter(users)) if len(users) == 1 else None
 
 
-def _check_norm(trace: _Discovery, path: str, size: int, synchronised: bool) -> None:
+def _fault_of(trace: _Discovery, path: str, size: int, synchronised: bool) -> str | None:
+    """Return why a BN has no merged weight of its own, and what to do about it; None if it has one."""
     norm, inputs = trace.norms[path], trace.norm_inputs[path]
-    fault = None
     if isinstance(norm, nn.SyncBatchNorm) and not synchronised:
-        fault = (
+        return (
             "is a SyncBatchNorm, whose statistics span processes; give a merged method the DistributedDataParallel "
             "model, use per-process BatchNorm layers"
         )
-    elif norm.running_mean is None:
-        fault = "has no running statistics, so it has no anchor; build it with track_running_stats=True"
-    elif len(inputs) > 1:
-        fault = (
+    if norm.running_mean is None:
+        return "has no running statistics, so it has no anchor; build it with track_running_stats=True"
+    if len(inputs) > 1:
+        return (
             f"is called {len(inputs)} times in one forward pass, so it has {len(inputs)} merged weights; give each "
             "call a BN of its own"
         )
-    elif inputs[0] is None or any(trace.users[name] != {path} for name in trace.affine_names(path)):
-        fault = (
+    if inputs[0] is None or any(trace.users[name] != {path} for name in trace.affine_names(path)):
+        return (
             "transforms its gamma, beta or statistics, or shares them with another layer, so it has no merged weight "
             "of its own; give it plain parameters of its own"
         )
-    elif inputs[0].shape[0] != size:
-        fault = (
+    if inputs[0].shape[0] != size:
+        return (
             f"normalises {inputs[0].shape[0]} rows for a batch of {size} examples; keep the batch as its first "
             "dimension"
         )
-    if fault is not None:
-        raise UnitError(f"'{path}' {fault}, or exclude '{path}'")
+    return None
 
 
-def as_patterns(exclude: Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns of `exclude`, which may be a single one."""
-    return (exclude,) if isinstance(exclude, str) else tuple(exclude)
-
-
-def _excluded(model: nn.Module, exclude: Iterable[str]) -> set[str]:
-    """Return the parameters and BN layers that the patterns match; an unknown pattern is an error with a suggestion."""
-    patterns = as_patterns(exclude)
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    known = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
-    known |= {path: path for path in norms_of(model)}
-    excluded: set[str] = set()
-    for pattern in patterns:
-        hits = {known[n] for n in known if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"{pattern}.*")}
-        if not hits:
-            close = difflib.get_close_matches(pattern, [*dict(model.named_modules()), *known], 1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise UnitError(f"exclude: '{pattern}' matches no parameter of the model{hint}")
-        excluded |= hits
-    return excluded
+def _refused(model: nn.Module, faults: dict[str, str]) -> UnitError:
+    """Return the error for BN layers with their faults: all of them are named, with patterns that exclude them all."""
+    if len(faults) == 1:
+        ((path, fault),) = faults.items()
+        return UnitError(f"'{path}' {fault}, or exclude '{path}'")
+    kinds = {re.sub(r"\d+", "", fault): f"'{path}' {fault}" for path, fault in reversed(faults.items())}
+    return UnitError(
+        f"{'; '.join(reversed(kinds.values()))}; or add {patterns_for(model, faults)} to exclude, which leaves out all "
+        f"{len(faults)} BN layers that are refused: {', '.join(map(repr, faults))}"
+    )
 
 
 def _rows(model: nn.Module, units: list[Unit], excluded: set[str], used: set[str]) -> Iterator[Row]:
     owner = {name: unit for unit in units for name in parameters_of(model, unit)}
     for name, parameter in model.named_parameters():
         unit = owner.get(name)
-        note = "" if name in used else "not seen in the forward pass"
+        note = "" if name in used else UNSEEN
         if unit is None:
             yield Row(name, "-", "excluded", parameter.numel(), note)
             continue

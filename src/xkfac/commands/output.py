@@ -98,6 +98,7 @@ def _print_results(runs: Sequence[RunResults]) -> None:
     """Show accuracies task by task of runs of images, and the course over tasks of the others."""
     from xkfac.experiments.image_tables import image_tables, tables_text
     from xkfac.experiments.tables import run_names, summary_text
+    from xkfac.experiments.tradeoff_tables import tradeoffs, tradeoffs_text
 
     others = []
     for run, name, tables in zip(runs, run_names(runs), image_tables(runs), strict=True):
@@ -111,6 +112,9 @@ def _print_results(runs: Sequence[RunResults]) -> None:
             print()
     if others:
         print_table(*_head_and_rows(summary_text(others)))
+    for found in tradeoffs(runs):
+        print(f"\n{found.run}" if len(runs) > 1 else "")
+        print_table(*_head_and_rows(tradeoffs_text(found)))
 
 
 def _head_and_rows(table: list[list[str]]) -> tuple[list[str], list[list[str]]]:

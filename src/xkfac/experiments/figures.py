@@ -24,10 +24,12 @@ from xkfac.experiments.results import JobResult, RunResults, Spread
 from xkfac.experiments.scatter import SCATTER, Point, draw_scatter
 from xkfac.experiments.styles import Style, looks, style_of, swatch
 from xkfac.experiments.tables import Curve, Entry, entries, notes, number, printable, spread_cells
+from xkfac.experiments.tradeoff_figure import TRADEOFF, draw_tradeoff
+from xkfac.experiments.tradeoff_tables import Tradeoffs, tradeoffs
 
 __all__ = ["Drawn", "draw_all", "figure_names"]
 
-_TABLES = ("summary", "accuracies")  # those CSV files are of tables
+_TABLES = ("summary", "accuracies", "areas")  # those CSV files are of tables
 _WIDE, _NARROW = (720, 400), (372, 330)
 
 
@@ -43,36 +45,52 @@ def draw_all(
     lines = entries(runs)
     drawn = []
     keys = set(_TABLES)
-    figures = _figures(runs, lines)
-    for key, figure, shown in figures:
-        name = _file_name(key, keys)
+    swept, figures, rest = _named(runs, lines, keys)
+    for name, found in swept:
+        title = f"{TRADEOFF}: {found.run}" if len(swept) > 1 else TRADEOFF
+        drawn.append(draw_tradeoff(name, found, folder, title))
+    for name, figure, shown in figures:
         drawn.append(_accuracy(name, figure, shown, folder))
-    for key, figure, shown in figures:
+    for name, figure, shown in figures:
         in_sequence = [entry for entry in shown if not entry.reference and entry.curve(JobResult.forgetting)]
         if in_sequence:
-            drawn.append(_forgetting(_file_name(key, keys, "-forgetting"), figure, in_sequence, folder))
-    learnt = [entry for entry in lines if entry.reached and not entry.reference]
+            drawn.append(_forgetting(_file_name(name, keys, "-forgetting"), figure, in_sequence, folder))
+    learnt = [entry for entry in rest if entry.reached and not entry.reference]
     if learnt:
         drawn.append(draw_matrices(_file_name("matrices", keys), learnt, folder))
-    trained = [entry for entry in lines if any(job.epochs for job in entry.results.jobs)]
+    trained = [entry for entry in rest if any(job.epochs for job in entry.results.jobs)]
     if trained:
         drawn.append(draw_training(_file_name("training", keys), trained, folder))
     tuned = tuned or {}
-    for run, points in tuned.items():
-        if any(point.finite for point in points):
+    for run, tried in tuned.items():
+        if any(point.finite for point in tried):
             title = f"{SCATTER}: {run}" if len(tuned) > 1 else SCATTER
-            drawn.append(draw_scatter(_file_name("scatter", keys), points, folder, title))
+            drawn.append(draw_scatter(_file_name("scatter", keys), tried, folder, title))
     return drawn
 
 
 def figure_names(runs: Sequence[RunResults]) -> list[str]:
-    """Return the names of the files of average accuracy, without endings, in the order of the recipes' figures."""
-    taken = set(_TABLES)
-    return [_file_name(key, taken) for key, _, _ in _figures(runs, entries(runs))]
+    """Return the names of the files of sweeps, then of the recipes' figures, without endings, as they are drawn."""
+    swept, figures, _ = _named(runs, entries(runs), set(_TABLES))
+    return [*(name for name, _ in swept), *(name for name, _, _ in figures)]
 
 
-def _figures(runs: Sequence[RunResults], lines: Sequence[Entry]) -> list[tuple[str, Figure, list[Entry]]]:
-    """Return the figures of all recipes, those of the same key as one, and one of the lines that no figure shows."""
+def _named(
+    runs: Sequence[RunResults], lines: Sequence[Entry], taken: set[str]
+) -> tuple[list[tuple[str, Tradeoffs]], list[tuple[str, Figure, list[Entry]]], list[Entry]]:
+    """Return sweeps and figures of average accuracy with the names of their files, and the lines of no sweep."""
+    swept = [(_file_name("tradeoff", taken), found) for found in tradeoffs(runs)]
+    # Lines of sweeps are points of that figure, and too many for others.
+    points = {found.run for _, found in swept}
+    rest = [entry for entry in lines if not (entry.line.sweep and entry.run in points)]
+    figures = [(_file_name(key, taken), figure, shown) for key, figure, shown in _figures(runs, lines, rest)]
+    return swept, figures, rest
+
+
+def _figures(
+    runs: Sequence[RunResults], lines: Sequence[Entry], must: Sequence[Entry]
+) -> list[tuple[str, Figure, list[Entry]]]:
+    """Return the figures of all recipes, those of the same key as one, and one of `must` that are in none."""
     found: dict[str, Figure] = {}
     shown: dict[str, list[Entry]] = {}
     rest = list(lines)
@@ -82,7 +100,7 @@ def _figures(runs: Sequence[RunResults], lines: Sequence[Entry]) -> list[tuple[s
             found.setdefault(key, replace(figure, title=printable(figure.title)))
             shown.setdefault(key, []).extend(entry for entry in mine if entry.name in figure.lines)
     named = {entry.index for some in shown.values() for entry in some}
-    others = [entry for entry in lines if entry.index not in named]
+    others = [entry for entry in must if entry.index not in named]
     if others:
         title = "Other lines" if found else "Average accuracy"
         found["other lines"], shown["other lines"] = Figure(title), others

@@ -34,6 +34,14 @@ class ShareRow:
 
 
 @dataclass(frozen=True)
+class Ceiling:
+    """What a network of its own reaches on a task: accuracies by seed, of the line with this label."""
+
+    label: str
+    accuracies: Mapping[int, float]
+
+
+@dataclass(frozen=True)
 class ImageTables:
     """The tables of one run: its lines with a row of accuracies each, and the shares of those that compete."""
 
@@ -57,9 +65,38 @@ def image_tables(runs: Sequence[RunResults]) -> list[ImageTables | None]:
 def _tables(run: RunResults, mine: Sequence[Entry]) -> ImageTables:
     source, *targets = run.recipe.tasks
     rows = [_accuracy_row(entry, [source, *targets]) for entry in mine]
-    singles = next((_finals(entry) for entry in mine if entry.line.method == SINGLE), {})
+    tops = ceilings(mine, targets)
     learnt = [entry for entry in mine if not entry.reference and _finals(entry)]
-    return ImageTables(source, mine, rows, [_share_row(entry, source, targets, singles) for entry in learnt])
+    return ImageTables(source, mine, rows, [_share_row(entry, source, targets, tops) for entry in learnt])
+
+
+def ceilings(mine: Sequence[Entry], targets: Sequence[str]) -> dict[str, Ceiling]:
+    """Return the ceiling of each target: of lines of the method `single` the best on its validation images.
+
+    So its learning rate is chosen as that of any other line may be, and test images decide nothing.
+    """
+    singles = [entry for entry in mine if entry.line.method == SINGLE and _finals(entry)]
+    found = {}
+    for task in targets:
+        ends = {
+            entry.label: {seed: end[task] for seed, end in _finals(entry).items() if task in end} for entry in singles
+        }
+        there = [entry for entry in singles if ends[entry.label]]
+        if there:
+            best = max(there, key=lambda entry: fmean(_validations(entry, task) or [-1.0]))
+            found[task] = Ceiling(best.label, ends[best.label])
+    return found
+
+
+def _validations(entry: Entry, task: str) -> list[float]:
+    """Return the accuracy of the weights that each repeat kept on the validation images of a task."""
+    found = []
+    for job in entry.results.jobs:
+        place = list(job.tasks).index(task) if task in job.tasks and job.final() else len(job.kept)
+        kept = job.kept[place] if place < len(job.kept) else None
+        epochs = [epoch for epoch in job.epochs if (epoch["task"], epoch["epoch"]) == (place, kept)]
+        found += [epoch["validation"] for epoch in epochs if epoch.get("validation") is not None]
+    return found
 
 
 def _finals(entry: Entry) -> _Finals:
@@ -96,14 +133,14 @@ def facts_of(line: Line) -> tuple[bool, bool, bool]:
     return not method.fixed_bn, method.penalised and (alone or with_terms), line.balance
 
 
-def _share_row(entry: Entry, source: str, targets: Sequence[str], singles: _Finals) -> ShareRow:
+def _share_row(entry: Entry, source: str, targets: Sequence[str], tops: Mapping[str, Ceiling]) -> ShareRow:
     finals = _finals(entry)
     first = {job.seed: row[0] for job in entry.results.jobs if job.accuracy and (row := job.accuracy[0]) is not None}
     kept = [_percent(end[source], first[seed]) for seed, end in finals.items() if source in end]
     shares: dict[str, Spread | None] = {}
-    for task in targets if singles else ():
-        ceilings = {seed: own[task] for seed, own in singles.items() if task in own}
-        shares[task] = spread([_percent(end[task], ceilings.get(seed)) for seed, end in finals.items() if task in end])
+    for task in targets if tops else ():
+        own = tops[task].accuracies if task in tops else {}
+        shares[task] = spread([_percent(end[task], own.get(seed)) for seed, end in finals.items() if task in end])
     return ShareRow(entry.label, spread(kept), shares)
 
 

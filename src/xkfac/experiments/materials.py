@@ -137,6 +137,9 @@ class PictureMaterials:
     parts: dict[str, PictureParts]
     classes: Mapping[str, int]
 
+    def __post_init__(self) -> None:
+        self._networks: dict[int, ManyHeaded] = {}
+
     def check(self) -> None:
         """Try what every job will need: weights that fit the model and the data, and the layers that tasks own."""
         network = self._network(self.recipe.seed)
@@ -148,11 +151,15 @@ class PictureMaterials:
                 raise DataError(f"lines.{name}: {error}") from None
 
     def _network(self, seed: int) -> ManyHeaded:
+        """Return the source network of a seed, which is made and read once; jobs work on copies."""
+        if seed in self._networks:
+            return self._networks[seed]
         images = self.recipe.images
         assert images is not None
         source = next(iter(self.recipe.tasks))
         network = make_backbone(images.model, self.classes, stem=images.stem, seed=seed)
         load_source(network, self._weights(images.weights), source)
+        self._networks[seed] = network
         return network
 
     def _weights(self, name: str) -> str | Path:

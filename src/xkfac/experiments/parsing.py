@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_TEXT, check_path, read_regular, reason, shortened
 from xkfac.experiments.ranges import check_ranges
 from xkfac.experiments.recipe import JOINT, SINGLE, Data, Figure, Images, Line, Recipe, Task, without_effect
+from xkfac.experiments.sweeps import check_point, expanded, swept_key
 from xkfac.experiments.toml import (
     RecipeError,
     as_table,
@@ -86,14 +87,17 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
         raise RecipeError(f"'{source}' has no [lines.NAME] table, so there is nothing to run; add one for each curve")
     world = _images(given) if "images" in given or "tasks" in given else _data(given)
     tasks = world.get("tasks")
+    lines, sweeps = expanded(lines, defaults)
+    defaults = {key: value for key, value in defaults.items() if key != "sweep"}
     # Also what no line has a use for: a value that means nothing is not passed over.
     check_ranges(build(Line, defaults, "defaults"), "defaults: ", defaults)
     made = {name: _line(name, as_table(own, f"lines.{name}"), defaults, tasks) for name, own in lines.items()}
     for key in figures:
         _check_name(key, "figure")
-    drawn = {key: build(Figure, as_table(own, f"figures.{key}"), f"figures.{key}") for key, own in figures.items()}
-    if not drawn:
-        drawn = {"accuracy": Figure("Average accuracy", lines=tuple(made))}
+    drawn = {key: _figure(key, as_table(own, f"figures.{key}"), sweeps) for key, own in figures.items()}
+    alone = tuple(name for name, line in made.items() if not line.sweep)
+    if not drawn and alone:  # sweeps have a figure of their own
+        drawn = {"accuracy": Figure("Average accuracy", lines=alone)}
     known = {f.name for f in fields(Recipe)} - {"lines", "figures", "data", "images", "tasks"}
     check_keys(table, known | set(parts), source)
     recipe: Recipe = build(
@@ -101,6 +105,12 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     )
     _check_recipe(recipe)
     return recipe
+
+
+def _figure(key: str, own: dict[str, Any], sweeps: Mapping[str, tuple[str, ...]]) -> Figure:
+    """Return a figure; the name of a sweep stands for its lines."""
+    figure: Figure = build(Figure, own, f"figures.{key}")
+    return replace(figure, lines=tuple(line for name in figure.lines for line in sweeps.get(name, (name,))))
 
 
 def _data(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,15 +137,22 @@ def _images(given: Mapping[str, Any]) -> dict[str, Any]:
         check_ranges(made[name], f"tasks.{name}: ")
     images: Images = build(Images, given.get("images", {}), "images")
     check_ranges(images, "images: ")
-    _check_orders(images, list(made)[1:])
-    return {"images": images, "tasks": made}
+    source, *targets = made
+    _check_orders(images, targets)
+    chosen = images.orders[0] if images.orders else targets
+    return {"images": images, "tasks": {name: task for name, task in made.items() if name in (source, *chosen)}}
 
 
 def _check_orders(images: Images, targets: list[str]) -> None:
     for order in images.orders:
-        if sorted(order) != sorted(targets):
+        chosen = [name for name in targets if name in images.orders[0]]
+        unknown = next((name for name in order if name not in targets), None)
+        if unknown is not None:
+            raise RecipeError(f"images: an order names '{unknown}', which is no target; they are {', '.join(targets)}")
+        if sorted(order) != sorted(chosen) or not order:
             raise RecipeError(
-                f"images: an order must name each target once ({', '.join(targets)}), and one is {', '.join(order)}"
+                "images: an order must name each target once, and all orders the same targets "
+                f"({', '.join(chosen or targets)}), and one is {', '.join(order)}"
             )
 
 
@@ -169,6 +186,7 @@ def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mappi
         raise RecipeError(f"{where}: {error}") from None
     if line.resolved_method().own_bn and tasks is None and line.norm == "none" and not line.own:
         raise RecipeError(f"{where}: a network without BN leaves nothing to each task; name layers in 'own'")
+    check_point(line, where)
     _check_grid(line, where)
     _check_numbers(line, where)
     return line
@@ -254,8 +272,13 @@ def _apply(table: dict[str, Any], setting: str) -> None:
     _put(table, keys, value)
     if keys[0] == "defaults" and len(keys) > 1:
         for line in lines.values():
-            if isinstance(line, dict) and keys[1] in line:
+            if isinstance(line, dict) and keys[1] in line and _same_sweep(keys[1], line, value):
                 _put(line, keys[1:], value)
+
+
+def _same_sweep(key: str, line: Mapping[str, Any], value: Any) -> bool:
+    """Return False where a setting gives all lines a sweep and one has a sweep of something else, or wants none."""
+    return key != "sweep" or (bool(line["sweep"]) and swept_key(line["sweep"]) == swept_key(value))
 
 
 def _path(text: str, lines: Iterable[str]) -> list[str]:

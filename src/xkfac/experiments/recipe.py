@@ -81,6 +81,7 @@ class Images:
     `download:NAME` for those of a name, such as IMAGENET1K_V1.
     pixels: the side of the network's input. validation: the share that is split off each training part.
     orders: the targets in the orders they are learnt; repeat r takes order r modulo their number. Empty: as listed.
+    Targets that no order names are left out.
     measure: the part that accuracies are measured on.
     """
 
@@ -121,6 +122,8 @@ class Line:
     consolidate: the part of a task that its curvature is estimated on, `train` or `validation`; batches: at most so
     many batches of it, 0 for all. keep: `average` the factors over tasks, or keep `all` terms.
     grid: values of `lr` and `damping` that `xkfac tune` chooses from for each task, on its validation split.
+    sweep: strengths, or { lr = [...] }, that the line is run at, each as a line of its own (see `sweeps.py`).
+    Such a line says here what it is a point of.
     """
 
     label: str = ""
@@ -159,6 +162,12 @@ class Line:
     batches: int = 0
     keep: Literal["average", "all"] = "average"
     grid: Mapping[str, Any] = field(default_factory=dict)
+    sweep: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def swept(self) -> float | None:
+        """The value that sets the line apart from others of its sweep; None where it is in none."""
+        return getattr(self, self.sweep["key"]) if self.sweep else None
 
     @property
     def penalised(self) -> bool:
@@ -267,10 +276,17 @@ class Recipe:
         return Plan(line.counts, line.epochs, line.tasks, tasks)
 
     def only(self, patterns: Sequence[str]) -> Recipe:
-        """Return the recipe with those of its lines alone whose names match a pattern such as `kfac-*`."""
+        """Return the recipe with those of its lines alone whose names match a pattern such as `kfac-*`.
+
+        The name of a sweep stands for all of its lines.
+        """
         chosen: dict[str, Line] = {}
         for pattern in patterns:
-            hits = {name: line for name, line in self.lines.items() if fnmatch.fnmatchcase(name, pattern)}
+            hits = {
+                name: line
+                for name, line in self.lines.items()
+                if any(fnmatch.fnmatchcase(each, pattern) for each in (name, line.sweep.get("line", name)))
+            }
             if not hits:
                 raise RecipeError(
                     f"no line of recipe '{self.name}' matches '{pattern}'{nearest(pattern, self.lines)}; "

@@ -35,6 +35,7 @@ from xkfac.experiments.tables import (
     summary,
     summary_csv,
 )
+from xkfac.experiments.tradeoff_tables import Tradeoffs, tradeoffs, tradeoffs_csv, tradeoffs_html
 
 _FIGURES = "figures"
 _SHOWN_APART = ("label", "note")  # settings of a line that stand above the others
@@ -56,10 +57,13 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> Path:
     images = {name: of for name, of in zip(run_names(runs), image_tables(runs), strict=True) if of is not None}
     if images:
         write_file(folder / _FIGURES / "accuracies.csv", tables_csv(images.values()).encode())
+    curves = tradeoffs(runs)
+    if curves:
+        write_file(folder / _FIGURES / "areas.csv", tradeoffs_csv(curves).encode())
     title = _title(runs)
     body = [
         _header(title, runs, rows, bool(tuned)),
-        _results(rows, images),
+        _results(rows, images, curves),
         choices_html(tuned),
         _side_by_side(runs),
         _figures(drawn, rows),
@@ -155,9 +159,14 @@ def _world(recipe: Recipe) -> str:
     return f"{recipe.images.model} at {recipe.images.pixels} pixels, from {source} to {', '.join(targets)}{how}"
 
 
-def _results(rows: Sequence[SummaryRow], images: Mapping[str, ImageTables]) -> str:
-    """Return the section of results: accuracies task by task where tasks have names, then the course over tasks."""
+def _results(rows: Sequence[SummaryRow], images: Mapping[str, ImageTables], curves: Sequence[Tradeoffs]) -> str:
+    """Return the section of results: trade-offs of sweeps, accuracies of tasks by name, the course over tasks."""
     parts = ['<section id="results">\n<h2>Results</h2>']
+    for found in curves:
+        parts += [f"<h3>{text(found.run)}</h3>"] if len(curves) > 1 else []
+        parts.append(tradeoffs_html(found))
+    if curves:
+        parts.append(f'<p class="files"><a href="{_FIGURES}/areas.csv">Trade-offs as CSV</a></p>')
     for name, tables in images.items():
         parts += [f"<h3>{text(name)}</h3>"] if len(images) > 1 else []
         parts.append(tables_html(tables))

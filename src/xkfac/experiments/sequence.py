@@ -234,7 +234,10 @@ class Sequence:
             stepper.rest()
         stepper.examples.redraw(self.seed, stage.task, progress.epoch)
         order = self._order(stepper.examples, stage)
-        loss, penalty = stepper.epoch(order, *rates)
+        try:
+            loss, penalty = stepper.epoch(order, *rates)
+        except NotFiniteError:  # the learner notices it before the epoch ends
+            loss = penalty = math.nan
         validation = self._validation(stage)
         finite = math.isfinite(loss) and math.isfinite(penalty) and _is_finite(self.model)
         if not finite:
@@ -295,7 +298,10 @@ class Sequence:
                 held_out = self._batches(self.course.fixed(stage.task, "validation"), stage)
                 self.memory = calibrate(self.model, self.memory, held_out, damping=self.line.damping, seed=seed)
         else:
-            self.memory = Learner(self.model, self.memory).finish(loader, keep=self.line.keep, seed=seed, graph=graph)
+            learner = Learner(self.model, self.memory)
+            # The stage was learnt with a learner of its own, before the weights of an epoch were chosen.
+            learner.load_state_dict({"begun": True, "balance": None, "stepped": True})
+            self.memory = learner.finish(loader, keep=self.line.keep, seed=seed, graph=graph)
         self._memory_file = None
 
     def _end_stage(self, stage: Stage, start: float) -> None:
