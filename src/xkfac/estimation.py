@@ -91,9 +91,10 @@ def estimate(
 
     `kind` to `cross_layer` are explained at `Settings`; `merge`, `per_parameter`, `exclude` and `forward` at
     `find_units`. Factors are accumulated in `accumulation_dtype`, float32 unless the model is float64, also under
-    autocast. `seed` fixes the labels that are drawn, batch by batch. With `graph` the work of a batch is recorded as a CUDA graph and replayed for
-    all batches of the same shape, which pays on a GPU for small networks. The network runs in evaluation mode but for
-    its BN, which uses mini-batch statistics; a batch of a single example has none and runs with the population's.
+    autocast. `seed` fixes the labels that are drawn, batch by batch. With `graph` the work of a batch is recorded as a
+    CUDA graph and replayed for all batches of the same shape, which pays on a GPU for small networks. The network runs
+    in evaluation mode but for its BN, which uses mini-batch statistics; a batch of a single example has none and runs
+    with the population's.
 
     The processes of a DistributedDataParallel model share the pass: each gives its own batches, and all get the
     curvature of all. See docs/scaling.md, also for SyncBatchNorm.

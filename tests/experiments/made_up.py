@@ -331,7 +331,7 @@ def _shaped(name, i, seed, tasks, epochs, diverged):
 
 def write(run, path):
     """Write a made-up run as the folder that a real one would have left; return the folder."""
-    folder = RunFolder.create(path, run.recipe, {**run.provenance, "place": "cpu", "data": {}})
+    folder = RunFolder.create(path, run.recipe, {**run.provenance, "place": "cpu", "data": None})
     for made in (job for line in run.lines.values() for job in line.jobs if job.accuracy):
         note = folder.job(made.line, made.seed).note
         note("start", line=made.line, seed=made.seed, untrained=made.untrained, tasks=list(made.tasks))

@@ -266,9 +266,7 @@ def test_settings_that_make_no_sense_are_refused(tree, settings, message):
 
 
 def test_without_pillow_the_error_says_what_to_install(tree, monkeypatch):
-    from xkfac.experiments import trees
-
-    trees._endings.cache_clear()
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match=r"Pillow .* pip install 'xkfac\[experiments\]'"):
-        Tree.read(tree)
+    monkeypatch.delitem(sys.modules, "PIL.Image")
+    with pytest.raises(DataError, match=r"Pillow .* not installed: pip install 'xkfac\[experiments\]'"):
+        load(tree)

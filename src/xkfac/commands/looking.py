@@ -31,6 +31,9 @@ def status(
     else:
         head = ("run", "recipe", "state", "jobs", "epochs", "average accuracy")
         print_table(head, [standing.cells() for standing in found])
+        for standing in found:
+            if standing.reason:
+                console().print(f"damaged: {standing.reason}", markup=False, highlight=False)
 
 
 def report(
@@ -75,9 +78,11 @@ def inspect(
     memory: Annotated[Path, typer.Argument(metavar="MEMORY_FILE", help="A file that `Memory.save` wrote.")],
     batch: Annotated[
         int | None,
-        typer.Option(min=2, help="The size of the mini-batches it was made with; the paper's form needs it for K-FAC."),
+        typer.Option(
+            min=2, max=10**9, help="The size of the mini-batches it was made with; the paper's form needs it for K-FAC."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of what is estimated from drawn entries.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**53, help="The seed of what is estimated from drawn entries.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Show what a memory file holds: its method, the spectra of its units, K-FAC against XK-FAC, its calibration.
@@ -86,8 +91,10 @@ def inspect(
     """
     from rich.status import Status
 
+    from xkfac.experiments.files import check_path
     from xkfac.experiments.inspection import calibration_table, facts, inspect_memory, unit_table
 
+    check_path(memory)
     error = Console(stderr=True)
     with Status("reading the memory", console=error) if error.is_terminal else nullcontext() as status:
 

@@ -71,12 +71,15 @@ def interruptible(folder: Path) -> Iterator[None]:
 def finish(folders: list[Path], output: Path, as_json: bool) -> None:
     """Write the report of runs and show the table and where things are."""
     from xkfac.experiments import results
+    from xkfac.experiments.figures import figure_names
     from xkfac.experiments.report import write_report
     from xkfac.experiments.results import pooled
 
     runs = pooled([results(folder) for folder in folders])
     page = write_report(runs, output)
-    figures = [str(path) for path in sorted((output / "figures").glob("*.png"), key=lambda path: path.stem)]
+    order = {name: place for place, name in enumerate(figure_names(runs))}  # those of the recipe come first
+    files = sorted((output / "figures").glob("*.png"), key=lambda path: (order.get(path.stem, len(order)), path.stem))
+    figures = [str(path) for path in files]
     if as_json:
         jobs = {
             f"{run.recipe.name}/{name}": [job.to_dict() for job in line.jobs]

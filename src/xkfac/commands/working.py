@@ -34,8 +34,9 @@ def demo(
     A demo that was interrupted is gone on with; one that is there already is shown again.
     """
     from xkfac.experiments import results, resume, start
+    from xkfac.experiments.files import check_path
 
-    run = output / "run"
+    run = check_path(output / "run")
     if (run / "run.json").exists():
         found = results(run)
         if not all(job.done for line in found.lines.values() for job in line.jobs):
@@ -138,7 +139,7 @@ def pretrain(
     task: Annotated[str, typer.Option(help="What the task is called.")] = "source",
     data: DataFolder = None,
     device: Device = "auto",
-    workers: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Processes that decode images.")] = 1,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:

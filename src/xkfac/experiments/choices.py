@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from xkfac.errors import XkfacError
+from xkfac.experiments.files import LARGEST_RECORD, read_json, reason
 from xkfac.experiments.markup import counted, table, text
+from xkfac.experiments.records import CHOSEN, POINT, Fields, fault
 from xkfac.experiments.results import RunResults
 from xkfac.experiments.scatter import Point
 from xkfac.experiments.trials import CHOICE_COLUMNS, GridPoint
@@ -36,22 +37,26 @@ def read_tuned(run: RunResults) -> Tuned | None:
     rows: list[list[str]] = []
     points: list[Point] = []
     for folder in map(Path, (run.folder, *run.others)):
-        rows += [_cells(entry, run) for entry in _entries(folder / "choices.json")]
-        points += [_point(entry) for entry in _entries(folder / "points.json")]
+        rows += [_cells(entry, run) for entry in _entries(folder / "choices.json", CHOSEN)]
+        points += [_point(entry) for entry in _entries(folder / "points.json", POINT)]
     order = {label: place for place, label in enumerate(dict.fromkeys(row[0] for row in rows))}
     rows.sort(key=lambda row: (order[row[0]], int(row[1])))
     return Tuned(rows, points) if rows else None
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
+def _entries(path: Path, fields: Fields) -> list[dict[str, Any]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, LARGEST_RECORD)
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise _damaged(path, error) from None
+        raise _damaged(path, reason(error)) from None
     if not isinstance(found, list):
         raise _damaged(path, "it holds no list")
+    for number, entry in enumerate(found, 1):
+        wrong = fault(entry, fields)
+        if wrong is not None:
+            raise _damaged(path, f"entry {number}: {wrong}")
     return found
 
 
@@ -63,7 +68,9 @@ def _cells(entry: Mapping[str, Any], run: RunResults) -> list[str]:
     name, other = entry["line"], entry["runner_up"]
     line = run.recipe.lines.get(name)
     label = line.label if line is not None and line.label else name
-    beside = "-" if other is None else f"{other['validation']:.2f} ({GridPoint(other['lr'], other['damping'])})"
+    beside = "-"
+    if other is not None:
+        beside = f"{_number(other['validation'], '.2f')} ({GridPoint(other['lr'], other['damping'])})"
     chosen = [_number(entry[key], form) for key, form in (("lr", "g"), ("damping", "g"), ("validation", ".2f"))]
     return [label, str(entry["seed"]), entry["task"], *chosen, beside, entry["why"]]
 

@@ -24,11 +24,14 @@ import torch
 from torch import Tensor
 
 from xkfac.errors import XkfacError
+from xkfac.experiments.files import at_home
+from xkfac.experiments.packages import PackageError, imported
 
 DATA_SETS = ("digits", "mnist")
 DIGITS_TEST = 400
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
 TIMEOUT = 30.0
+LARGEST_FILE = 2**26  # bytes, unpacked; those of MNIST have 47 million at most
 
 
 class DataError(XkfacError):
@@ -201,10 +204,10 @@ def _scaled(images: Tensor, labels: Tensor, scale: int) -> Part:
 
 def _digits() -> _Source:
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise DataError(f"digits need scikit-learn ({error}): pip install 'xkfac[experiments]'") from error
-    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+        datasets = imported("sklearn.datasets", "the data set 'digits'")
+    except PackageError as error:
+        raise DataError(str(error)) from None
+    images, labels = (torch.from_numpy(array) for array in datasets.load_digits(return_X_y=True))
     order = torch.randperm(len(labels), generator=stream("test", "digits"), device="cpu")
     test, rest = order[:DIGITS_TEST], order[DIGITS_TEST:]
     return _Source(images[rest], labels[rest], 16, _scaled(images[test], labels[test], 16))
@@ -217,7 +220,7 @@ def _mnist(folder: Path | str | None, download: bool, report: Callable[[str], No
             "mnist needs a folder: name one that has its files with --data FOLDER or in the variable XKFAC_DATA, "
             "and add --download to have them fetched into it"
         )
-    folder = Path(folder)
+    folder = at_home(folder)
     if not download and not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist"
         raise DataError(
@@ -249,7 +252,9 @@ def _read(path: Path, expected: Checksums) -> Tensor:
         with path.open("rb") as file:
             packed = file.read(2) == b"\x1f\x8b"  # the name says little: browsers unpack .gz files and keep the name
         with gzip.open(path) if packed else path.open("rb") as file:
-            content = bytearray(file.read())  # torch shares its memory, and would warn of bytes, which are read-only
+            content = bytearray(
+                file.read(LARGEST_FILE)
+            )  # torch shares its memory, and would warn of bytes, which are read-only
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"'{path}' cannot be read, or is truncated or damaged ({error}); {remedy}") from error
     try:

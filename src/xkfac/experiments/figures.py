@@ -18,16 +18,18 @@ from matplotlib.lines import Line2D
 
 from xkfac.experiments.drawing import SPREAD, Drawn, Key, Panel, Plot, element, save, shortened, whole_ticks
 from xkfac.experiments.multiples import draw_matrices, draw_training
+from xkfac.experiments.parsing import LONGEST_NAME
 from xkfac.experiments.recipe import Figure
 from xkfac.experiments.results import JobResult, RunResults, Spread
 from xkfac.experiments.scatter import SCATTER, Point, draw_scatter
 from xkfac.experiments.styles import Style, looks, style_of, swatch
 from xkfac.experiments.tables import Curve, Entry, entries, notes, number, printable, spread_cells
 from xkfac.experiments.tradeoff_figure import TRADEOFF, draw_tradeoff
-from xkfac.experiments.tradeoff_tables import tradeoffs
+from xkfac.experiments.tradeoff_tables import Tradeoffs, tradeoffs
 
-__all__ = ["Drawn", "draw_all"]
+__all__ = ["Drawn", "draw_all", "figure_names"]
 
+_TABLES = ("summary", "accuracies", "areas")  # those CSV files are of tables
 _WIDE, _NARROW = (720, 400), (372, 330)
 
 
@@ -42,22 +44,17 @@ def draw_all(
     """
     lines = entries(runs)
     drawn = []
-    keys = {"summary", "accuracies", "areas"}  # those CSV files are of tables
-    swept = tradeoffs(runs)
-    for found in swept:
+    keys = set(_TABLES)
+    swept, figures, rest = _named(runs, lines, keys)
+    for name, found in swept:
         title = f"{TRADEOFF}: {found.run}" if len(swept) > 1 else TRADEOFF
-        drawn.append(draw_tradeoff(_file_name("tradeoff", keys), found, folder, title))
-    # Lines of sweeps are points of that figure, and too many for others.
-    points = {found.run for found in swept}
-    rest = [entry for entry in lines if not (entry.line.sweep and entry.run in points)]
-    figures = _figures(runs, lines, rest)
-    for key, figure, shown in figures:
-        name = _file_name(key, keys)
+        drawn.append(draw_tradeoff(name, found, folder, title))
+    for name, figure, shown in figures:
         drawn.append(_accuracy(name, figure, shown, folder))
-    for key, figure, shown in figures:
+    for name, figure, shown in figures:
         in_sequence = [entry for entry in shown if not entry.reference and entry.curve(JobResult.forgetting)]
         if in_sequence:
-            drawn.append(_forgetting(_file_name(key, keys, "-forgetting"), figure, in_sequence, folder))
+            drawn.append(_forgetting(_file_name(name, keys, "-forgetting"), figure, in_sequence, folder))
     learnt = [entry for entry in rest if entry.reached and not entry.reference]
     if learnt:
         drawn.append(draw_matrices(_file_name("matrices", keys), learnt, folder))
@@ -70,6 +67,24 @@ def draw_all(
             title = f"{SCATTER}: {run}" if len(tuned) > 1 else SCATTER
             drawn.append(draw_scatter(_file_name("scatter", keys), tried, folder, title))
     return drawn
+
+
+def figure_names(runs: Sequence[RunResults]) -> list[str]:
+    """Return the names of the files of sweeps, then of the recipes' figures, without endings, as they are drawn."""
+    swept, figures, _ = _named(runs, entries(runs), set(_TABLES))
+    return [*(name for name, _ in swept), *(name for name, _, _ in figures)]
+
+
+def _named(
+    runs: Sequence[RunResults], lines: Sequence[Entry], taken: set[str]
+) -> tuple[list[tuple[str, Tradeoffs]], list[tuple[str, Figure, list[Entry]]], list[Entry]]:
+    """Return sweeps and figures of average accuracy with the names of their files, and the lines of no sweep."""
+    swept = [(_file_name("tradeoff", taken), found) for found in tradeoffs(runs)]
+    # Lines of sweeps are points of that figure, and too many for others.
+    points = {found.run for _, found in swept}
+    rest = [entry for entry in lines if not (entry.line.sweep and entry.run in points)]
+    figures = [(_file_name(key, taken), figure, shown) for key, figure, shown in _figures(runs, lines, rest)]
+    return swept, figures, rest
 
 
 def _figures(
@@ -94,7 +109,7 @@ def _figures(
 
 def _file_name(key: str, taken: set[str], ending: str = "") -> str:
     """Return a name for files that any system takes, and that none of the figures so far has."""
-    name = stem = (re.sub(r"[^a-z0-9_-]+", "-", key.lower()).strip("-")[:60] or "figure") + ending
+    name = stem = (re.sub(r"[^a-z0-9_-]+", "-", key.lower()).strip("-")[:LONGEST_NAME] or "figure") + ending
     number_of = 2
     while name in taken:
         name, number_of = f"{stem}-{number_of}", number_of + 1

@@ -1,14 +1,16 @@
 """The folder of a run: what it holds, and how it stays whole whenever a process is killed.
 
     recipe.toml                       the recipe, every key written out
-    run.json                          command, commit, versions, hardware, device, data folder
+    run.json                          command, commit, versions, hardware, device, data folder, digest of recipe.toml
     jobs/LINE/SEED/events.jsonl       one JSON object a line: start, epoch, task, end
     jobs/LINE/SEED/checkpoint-*       the last two states of the job, tensors and numbers, no pickle
     jobs/LINE/SEED/memory-*           the memory that the latest states go on with
     results.json                      all of it, collected when the run ends
 
-Whole files are written beside their place and renamed. A checkpoint says how long the events were when it was written;
-what comes after it is cut off when a job goes on, and is written again, the same.
+Whole files are written beside their place and renamed. A checkpoint says how long the events were when it was written,
+and their digest; what comes after it is cut off when a job goes on, and is written again, the same. Nothing that a
+folder holds is used before it is checked: a recipe that was changed since the run began, or events that no job of it
+can have left, are one error that names the file.
 """
 
 from __future__ import annotations
@@ -23,168 +25,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from xkfac import storage
-from xkfac.errors import MemoryFileError, XkfacError
-from xkfac.experiments.files import flush, replace_file
+from xkfac.errors import XkfacError
+from xkfac.experiments.files import LARGEST_TEXT, check_path, read_json, read_regular, reason
+from xkfac.experiments.job_folder import (
+    CHECKPOINT,
+    JobFolder,
+    NotWritten,
+    RunError,
+    digest_of,
+    not_written,
+    write_text,
+)
 from xkfac.experiments.parsing import parse_recipe
 from xkfac.experiments.recipe import SINGLE, Recipe
-from xkfac.experiments.results import JobResult, LineResults, RunResults
+from xkfac.experiments.records import FACTS, FACTS_FREE, RECIPE_DIGEST, fault
+from xkfac.experiments.results import LineResults, RunResults
 
-CHECKPOINT = "xkfac-checkpoint"
-
-
-class RunError(XkfacError):
-    """A run that cannot be started, gone on with, or read."""
-
-
-class NotWritten(RunError):
-    """A file of a run that could not be written; the run can be gone on with."""
-
-
-@dataclass(frozen=True)
-class JobFolder:
-    """The folder of one job: a line with a seed."""
-
-    path: Path
-    line: str
-    seed: int
-
-    @property
-    def _events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    def note(self, event: str, **values: Any) -> None:
-        """Append an event."""
-        text = json.dumps({"event": event, **values}) + "\n"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with self._events.open("ab") as file:
-                file.write(text.encode())
-        except OSError as error:
-            raise not_written(self._events, error) from None
-
-    def events(self) -> list[dict[str, Any]]:
-        """Return the events so far; a last line that is not whole yet does not count."""
-        try:
-            *lines, _ = self._events.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise RunError(f"'{self._events}' cannot be read ({error})") from None
-        try:
-            events = [json.loads(line) for line in lines]
-        except ValueError:
-            events = [None]
-        if not all(isinstance(event, dict) and "event" in event for event in events):
-            raise RunError(
-                f"'{self._events}' is damaged: a line of it is no event; remove the folder '{self.path}' to run this "
-                "job again"
-            )
-        return events
-
-    def save(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint in place of the one before the last; the last one stays as it is."""
-        size = self._events.stat().st_size if self._events.exists() else 0
-        numbers = [number for number, _ in self._checkpoints()]
-        path = self.path / f"checkpoint-{max(numbers, default=0) + 1}.safetensors"
-        try:
-            if self._events.exists():
-                flush(self._events)
-            storage.write(path, {**state, "events": size}, tensors, CHECKPOINT)
-        except (OSError, MemoryFileError) as error:
-            raise not_written(path, error) from None
-        for _, old in self._checkpoints()[:-2]:
-            old.unlink(missing_ok=True)
-        # Two checkpoints go on with two memories at most, and a memory is written only for a checkpoint.
-        for _, old in _numbered(self.path, "memory")[:-2]:
-            old.unlink(missing_ok=True)
-
-    def _checkpoints(self) -> list[tuple[int, Path]]:
-        return _numbered(self.path, "checkpoint")
-
-    def restore(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Return the latest state that is whole, events cut back to it, or None where the job has to begin anew.
-
-        A damaged checkpoint, or one whose memory is damaged, is moved aside and noted as a warning; the one before it
-        leads to the same numbers.
-
-        Raises RunError when there are checkpoints and none can be read.
-        """
-        damaged: list[tuple[Path, str]] = []
-        for _, path in reversed(self._checkpoints()):
-            try:
-                state, tensors = storage.read(path, CHECKPOINT)
-                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-                if state.get("memory") is not None:
-                    storage.read(self.path / state["memory"])
-            except MemoryFileError as error:
-                damaged.append((path, str(error)))
-                continue
-            try:
-                self._cut(state["events"])
-                self._tidy(state.get("memory"))
-                for bad, _ in damaged:
-                    bad.replace(bad.with_suffix(".damaged"))
-            except OSError as error:
-                raise not_written(self.path, error) from None
-            for _, reason in damaged:
-                self.note("warning", text=f"{reason}; the job goes on from '{path.name}', written before it")
-            return state, tensors
-        if damaged:
-            raise RunError(
-                f"no checkpoint of job '{self.line}', seed {self.seed}, can be read: {damaged[0][1]}; remove the "
-                f"folder '{self.path}' to run this job again from its start"
-            )
-        try:
-            self._cut(0)
-            self._tidy(None)
-        except OSError as error:
-            raise not_written(self.path, error) from None
-        return None
-
-    def _cut(self, size: int) -> None:
-        length = self._events.stat().st_size if self._events.exists() else 0
-        if length < size:
-            raise RunError(
-                f"'{self._events}' is shorter than its checkpoint says; remove the folder '{self.path}' to run this "
-                "job again from its start"
-            )
-        if length > size:
-            os.truncate(self._events, size)
-
-    def _tidy(self, memory: str | None) -> None:
-        """Remove what processes that were killed left behind: half files, and memories later than `memory`."""
-        for part in self.path.glob(".xkfac-*.part"):
-            part.unlink()
-        memories = [path for _, path in _numbered(self.path, "memory")]
-        for later in memories[[path.name for path in memories].index(memory) + 1 :] if memory else memories:
-            later.unlink()
-
-    def result(self) -> JobResult:
-        """Return what the job has measured so far."""
-        events = self.events()
-        starts = [event for event in events if event["event"] == "start"]
-        tasks = [event for event in events if event["event"] == "task"]
-        ends = [event for event in events if event["event"] == "end"]
-        accuracy: list[list[float] | None] = []
-        for event in tasks:
-            accuracy += [None] * (len(event["accuracy"]) - 1 - len(accuracy))
-            accuracy.append(event["accuracy"])
-        return JobResult(
-            line=self.line,
-            seed=self.seed,
-            accuracy=accuracy,
-            before=[event["before"] for event in tasks if event.get("before") is not None],
-            untrained=starts[0]["untrained"] if starts else [],
-            tasks=starts[0].get("tasks", []) if starts else [],
-            epochs=[{k: v for k, v in event.items() if k != "event"} for event in events if event["event"] == "epoch"],
-            kept=[event["kept"] for event in tasks],
-            seconds=[event["seconds"] for event in tasks],
-            diverged=ends[-1].get("diverged") if ends else None,
-            done=bool(ends),
-        )
+__all__ = ["CHECKPOINT", "JobFolder", "NotWritten", "RunError", "RunFolder", "find_runs", "not_written", "write_text"]
 
 
 @dataclass(frozen=True)
@@ -201,42 +58,51 @@ class RunFolder:
 
         Raises RunError when there is something at `path` already, or it cannot be written.
         """
+        for name in recipe.lines:
+            check_path(path / "jobs" / name / "checkpoint-000000.safetensors")
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             remedy = f"go on with it by 'xkfac resume {path}'" if (path / "run.json").exists() else "empty it"
             raise RunError(f"'{path}' exists already; {remedy}, or choose another folder")
+        text = recipe.to_toml()
+        facts = {**facts, RECIPE_DIGEST: digest_of(text.encode())}
         try:
             path.mkdir(parents=True, exist_ok=True)
-            write_text(path / "recipe.toml", recipe.to_toml())
+            write_text(path / "recipe.toml", text)
             write_text(path / "run.json", json.dumps(facts, indent=1) + "\n")
         except (OSError, NotWritten) as error:
             with contextlib.suppress(OSError):
                 (path / "recipe.toml").unlink(missing_ok=True)
                 path.rmdir()
-            reason = _reason(error.__cause__ if isinstance(error, NotWritten) else error)
-            raise RunError(f"the folder '{path}' cannot be made ({reason}); free space or choose another one") from None
+            said = f"the folder '{path}' cannot be made ({reason(error)}); free space or choose another one"
+            raise RunError(said) from None
         return cls(path, recipe, facts)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """Open the folder of a run.
 
-        Raises RunError when it is none, or is damaged.
+        Raises RunError when it is none, is damaged, or its recipe is not the one that the run began with.
         """
+        check_path(path / "recipe.toml")
         if not (path / "run.json").is_file() or not (path / "recipe.toml").is_file():
             raise RunError(f"'{path}' is not the folder of a run; 'xkfac status' lists runs")
         try:
-            facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
-            text = (path / "recipe.toml").read_text(encoding="utf-8")
-            recipe = parse_recipe(text, str(path / "recipe.toml"))
+            facts = read_json(path / "run.json")
+            content = read_regular(path / "recipe.toml", LARGEST_TEXT)
+            _check_facts(path, facts, content)
+            recipe = parse_recipe(content.decode(), str(path / "recipe.toml"))
+        except RunError:
+            raise
         except (OSError, ValueError, XkfacError) as error:
-            raise RunError(f"the run '{path}' is damaged: run.json or recipe.toml cannot be read ({error})") from None
-        if not isinstance(facts, dict) or not {"place", "data"} <= set(facts):
-            raise RunError(f"the run '{path}' is damaged: run.json does not say where it ran; start it anew")
+            raise RunError(
+                f"the run '{path}' is damaged: run.json or recipe.toml cannot be read ({reason(error)}); restore them, "
+                "or start a new run"
+            ) from None
         return cls(path, recipe, facts)
 
     def job(self, line: str, seed: int) -> JobFolder:
         """Return the folder of a job."""
-        return JobFolder(self.path / "jobs" / line / str(seed), line, seed)
+        return JobFolder(self.path / "jobs" / line / str(seed), line, seed, self.recipe.plan(line, seed))
 
     def jobs(self) -> list[JobFolder]:
         """Return the folders of all jobs, repeat by repeat, so that every line has a first result early."""
@@ -249,7 +115,8 @@ class RunFolder:
             if line.method == SINGLE:
                 result = self.job(name, seed).result()
                 last = {epoch["task"]: epoch["loss"] for epoch in result.epochs}
-                found |= {result.tasks[task]: loss for task, loss in last.items() if loss is not None}
+                names = dict(enumerate(result.tasks))
+                found |= {names[task]: loss for task, loss in last.items() if loss is not None and task in names}
         return found
 
     def results(self) -> RunResults:
@@ -302,6 +169,18 @@ class RunFolder:
             os.close(handle)
 
 
+def _check_facts(path: Path, facts: Any, recipe: bytes) -> None:
+    """Check run.json, and that recipe.toml is what it was when the run began; earlier versions noted no digest."""
+    wrong = fault(facts, FACTS, FACTS_FREE, more=True)
+    if wrong is not None:
+        raise RunError(f"'{path / 'run.json'}' is damaged: {wrong}; restore it, or start a new run")
+    if facts.get(RECIPE_DIGEST, digest := digest_of(recipe)) != digest:
+        raise RunError(
+            f"'{path / 'recipe.toml'}' was changed since the run began, and what was measured is not of it; restore it "
+            "as it was, or start a new run with it"
+        )
+
+
 def _flock(handle: int, kind: int) -> bool:
     """Lock a file; whoever only asks whether it is in use holds it for a moment, so that a few tries are made."""
     for _ in range(5):
@@ -316,33 +195,12 @@ def _flock(handle: int, kind: int) -> bool:
 
 def find_runs(folder: Path) -> list[Path]:
     """Return the folders of runs in a folder, and the folder itself if it is one, oldest first."""
+    check_path(folder / "run.json")
     found = [path.parent for path in (*folder.glob("run.json"), *folder.glob("*/run.json"))]
-    return sorted(found, key=lambda path: (path / "run.json").stat().st_mtime)
 
+    def started(path: Path) -> float:
+        with contextlib.suppress(OSError):
+            return (path / "run.json").stat().st_mtime
+        return 0.0
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file, replacing what is there only once all is on disk."""
-    try:
-        replace_file(path, text.encode())
-    except OSError as error:
-        raise not_written(path, error) from error
-
-
-def _numbered(folder: Path, name: str) -> list[tuple[int, Path]]:
-    """Return the files NAME-NUMBER.safetensors of a folder with their numbers, the latest last."""
-    found = [(path.stem.rpartition("-")[2], path) for path in folder.glob(f"{name}-*.safetensors")]
-    return sorted((int(number), path) for number, path in found if number.isdecimal())
-
-
-def not_written(path: Path, error: Exception) -> NotWritten:
-    """Return the error of a file that could not be written."""
-    return NotWritten(
-        f"'{path}' could not be written ({_reason(error)}); the last good state is kept: free space or fix the folder, "
-        "then 'xkfac resume' goes on from it"
-    )
-
-
-def _reason(error: BaseException | None) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) if error is None or error.__cause__ is None else _reason(error.__cause__)
+    return sorted(found, key=started)

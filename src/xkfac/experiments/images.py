@@ -11,7 +11,7 @@ import json
 import math
 import multiprocessing
 import os
-import zipfile
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -24,13 +24,17 @@ import torch
 from torch import Tensor
 
 from xkfac.experiments.data import DataError
+from xkfac.experiments.files import at_home
+from xkfac.experiments.packages import PackageError, imported
 from xkfac.experiments.toml import nearest
+from xkfac.experiments.tree_files import FORMATS, MOST_PIXELS, reader
 from xkfac.experiments.trees import Entry, Tree, find_tree, labels_of
 
 __all__ = ["PictureParts", "Pictures", "Tree", "find_tree", "load_pictures"]
 
 PART_NAMES = ("train", "validation", "test")
 VERSION = 1  # of what a cache file holds
+MOST_WORKERS = 1024
 BLOCK = 64  # pictures that a process decodes at a time
 
 Resize = Literal["squash", "crop"]
@@ -92,16 +96,20 @@ def load_pictures(
     Raises DataError when the tree is not as it must be, a picture cannot be read, or the cache cannot be written.
     """
     stored = _stored(pixels, resize, stored)
-    if workers < 1 or not set(parts) <= set(PART_NAMES):
+    if not 1 <= workers <= MOST_WORKERS or not set(parts) <= set(PART_NAMES):
         raise DataError(
-            f"workers is {workers} and parts are {list(parts)}; workers must be at least 1, and parts some of "
-            f"{', '.join(PART_NAMES)}"
+            f"workers is {workers} and parts are {list(parts)}; workers must be at least 1 and at most {MOST_WORKERS}, "
+            f"and parts some of {', '.join(PART_NAMES)}"
         )
+    try:
+        imported("PIL.Image", "an image")
+    except PackageError as error:
+        raise DataError(str(error)) from None
     tree = path if isinstance(path, Tree) else Tree.read(path)
     train, aside = tree.split(validation, limit)
     everything = {"train": train, "validation": aside, "test": tree.test}
     asked = {part: entries if part in parts else () for part, entries in everything.items()}
-    folder = (cache or Path(os.environ.get("XKFAC_CACHE") or "~/.cache/xkfac")).expanduser() / "pictures"
+    folder = at_home(cache or os.environ.get("XKFAC_CACHE") or "~/.cache/xkfac") / "pictures"
     files = {part: folder / _cache_name(tree.path, part, asked[part], stored, resize) for part in PART_NAMES}
     with _Decoder(tree.path, stored, resize, workers) as decoder:
         _fill({files[part]: asked[part] for part in PART_NAMES if asked[part]}, decoder, progress)
@@ -228,7 +236,7 @@ class _Decoder:
         """Yield the bytes of the pictures in order, of up to BLOCK at a time."""
         groups = [names[start : start + BLOCK] for start in range(0, len(names), BLOCK)]
         if self._workers == 1 or len(groups) == 1:  # starting processes would take longer
-            read = _reader(self._path)
+            read = reader(self._path)
             for group in groups:
                 yield _decoded(read, self._path, group, self._stored, self._resize)
             return
@@ -249,14 +257,7 @@ class _Decoder:
             ) from error
 
 
-def _reader(path: Path) -> Callable[[str], bytes]:
-    """Return a function from the name of a picture in a tree to the bytes of its file."""
-    if path.is_dir():
-        return lambda name: (path / name).read_bytes()
-    return zipfile.ZipFile(path).read
-
-
-_one_reader = functools.cache(_reader)
+_one_reader = functools.cache(reader)
 
 
 def _decoded_apart(path: Path, names: Sequence[str], stored: int, resize: Resize) -> bytes:
@@ -280,11 +281,17 @@ def _decoded(read: Callable[[str], bytes], path: Path, names: Sequence[str], sto
 def decoded(content: bytes, stored: int, resize: Resize) -> bytes:
     """Return the bytes [3, stored, stored] of a picture file's content: RGB, resized as torchvision does.
 
-    Raises whatever Pillow does, and ValueError for grey values of more than 8 bits, whose range nobody knows.
+    Raises whatever Pillow does, and ValueError for too many pixels, which are counted before any is decoded, and for
+    grey values of more than 8 bits, whose range nobody knows.
     """
     from PIL import Image
 
-    with Image.open(io.BytesIO(content)) as file:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # pixels are counted below
+        opened = Image.open(io.BytesIO(content), formats=FORMATS)
+    with opened as file:
+        if file.width * file.height > MOST_PIXELS:
+            raise ValueError(f"it has {file.width} x {file.height} pixels: save it with at most {MOST_PIXELS:,}")
         if file.mode.startswith(("I", "F")):
             raise ValueError("its values have more than 8 bits: save it with 8")
         image = file.convert("RGB")
@@ -292,6 +299,8 @@ def decoded(content: bytes, stored: int, resize: Resize) -> bytes:
     if resize == "crop":
         short = min(width, height)
         width, height = (int(stored * side / short) for side in (width, height))
+        if width * height > MOST_PIXELS:
+            raise ValueError(f"its sides are {image.width} and {image.height}, too unlike to take the square between")
     else:
         width = height = stored
     image = image.resize((width, height), Image.Resampling.BILINEAR)

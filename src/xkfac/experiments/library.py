@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from typing import Any
 
 from torch import nn
 
 from xkfac.errors import XkfacError
+from xkfac.experiments.packages import PackageError, imported
 
 TIMM = "timm:"
-_EXTRA = "pip install 'xkfac[experiments]'"
 
 
 class BackboneError(XkfacError):
@@ -54,11 +53,11 @@ def classifier_path(model: str, network: Any) -> str:
 
 
 def library(name: str) -> Any:
-    """Return a module of torchvision or timm, or raise BackboneError with how to install it."""
+    """Return a module of torchvision or timm, or raise BackboneError with what keeps it from being imported."""
     try:
-        return importlib.import_module(name)
-    except (ImportError, RuntimeError) as error:  # torchvision's operators miss a torch of another build as such
-        raise BackboneError(f"{name.partition('.')[0]} cannot be imported ({error}): {_EXTRA}") from None
+        return imported(name, "this network")
+    except PackageError as error:
+        raise BackboneError(str(error)) from None
 
 
 def _unknown(model: str, known: list[str]) -> BackboneError:

@@ -16,6 +16,7 @@ from xkfac.experiments.augmentation import Augmentation
 from xkfac.experiments.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.courses import Course, Permuted, PictureCourse
 from xkfac.experiments.data import DataError, Parts, load
+from xkfac.experiments.files import at_home
 from xkfac.experiments.images import PictureParts, load_pictures
 from xkfac.experiments.recipe import Line, Recipe
 from xkfac.experiments.trees import Tree, find_tree
@@ -64,7 +65,7 @@ def load_materials(
         permuted = PermutedMaterials(loaded.to(place))
         permuted.check(recipe)
         return permuted
-    images, where = recipe.images, Path(folder).expanduser() if folder else None
+    images, where = recipe.images, at_home(folder) if folder else None
     asked = [name for name in recipe.tasks if tasks is None or name in tasks]
     trees = {name: Tree.read(find_tree(recipe.tasks[name].tree, where)) for name in asked}
     counts = {**(classes or {}), **{name: len(tree.classes) for name, tree in trees.items()}}
@@ -163,7 +164,7 @@ class PictureMaterials:
 
     def _weights(self, name: str) -> str | Path:
         """Return a weights file: as it is named, or in the data folder."""
-        path = Path(name).expanduser()
+        path = at_home(name)
         if is_download(name) or path.is_absolute():
             return name if is_download(name) else path
         folder = self.folder or os.environ.get("XKFAC_DATA")
@@ -172,7 +173,7 @@ class PictureMaterials:
                 f"the weights '{name}' need a folder: name the one they are in with --data FOLDER or in the variable "
                 "XKFAC_DATA, or give an absolute path"
             )
-        return Path(folder).expanduser() / path
+        return at_home(folder) / path
 
     def course(self, line: Line, seed: int) -> PictureCourse:
         """Return the tasks of a job in the order of its repeat."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import resources
@@ -13,12 +12,26 @@ from typing import Any
 
 from xkfac.curvature import Settings
 from xkfac.errors import XkfacError
+from xkfac.experiments.files import LARGEST_TEXT, check_path, read_regular, reason, shortened
+from xkfac.experiments.ranges import check_ranges
 from xkfac.experiments.recipe import JOINT, SINGLE, Data, Figure, Images, Line, Recipe, Task, without_effect
 from xkfac.experiments.sweeps import check_point, expanded, swept_key
-from xkfac.experiments.toml import RecipeError, as_table, build, check_keys, nearest, read_value, typed
+from xkfac.experiments.toml import (
+    RecipeError,
+    as_table,
+    build,
+    check_keys,
+    check_values,
+    nearest,
+    parse_toml,
+    read_value,
+    typed,
+)
 from xkfac.methods import METHODS
 
+LONGEST_NAME = 100  # what files are called by it must stay below 255 bytes
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_MOST_DRAWS = 1_000_000
 
 # Keys of lines that recorded runs still have, each with the value at which it never had an effect.
 _RETIRED = {"clip": 0.0}
@@ -40,14 +53,14 @@ def load_recipe(source: str | Path, settings: Sequence[str] = ()) -> Recipe:
     Raises RecipeError for a recipe that is not there, not TOML, or has unknown, wrong or contradictory keys.
     """
     named = named_recipes()
-    path = Path(source)
+    path = check_path(source)
     if str(source) in named:
         text = named[str(source)]
     elif path.is_file():
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_regular(path, LARGEST_TEXT).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"'{source}' cannot be read as a recipe ({error})") from None
+            raise RecipeError(f"'{source}' cannot be read as a recipe ({reason(error)})") from None
     else:
         raise RecipeError(
             f"there is no recipe '{source}'{nearest(str(source), named)}; give the path of a TOML file or one of "
@@ -58,12 +71,10 @@ def load_recipe(source: str | Path, settings: Sequence[str] = ()) -> Recipe:
 
 def parse_recipe(text: str, source: str = "recipe", settings: Sequence[str] = ()) -> Recipe:
     """Return the recipe that a TOML text describes, with changes as in `load_recipe`."""
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"'{source}' is not valid TOML: {error}") from None
+    table = parse_toml(text, source)
     for setting in settings:
         _apply(table, setting)
+    check_values(table, source)  # a setting can nest tables too
     return _recipe(table, source)
 
 
@@ -78,7 +89,8 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     tasks = world.get("tasks")
     lines, sweeps = expanded(lines, defaults)
     defaults = {key: value for key, value in defaults.items() if key != "sweep"}
-    build(Line, defaults, "defaults")
+    # Also what no line has a use for: a value that means nothing is not passed over.
+    check_ranges(build(Line, defaults, "defaults"), "defaults: ", defaults)
     made = {name: _line(name, as_table(own, f"lines.{name}"), defaults, tasks) for name, own in lines.items()}
     for key in figures:
         _check_name(key, "figure")
@@ -102,7 +114,9 @@ def _figure(key: str, own: dict[str, Any], sweeps: Mapping[str, tuple[str, ...]]
 
 
 def _data(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"data": build(Data, given.get("data", {}), "data")}
+    data: Data = build(Data, given.get("data", {}), "data")
+    check_ranges(data, "data.")
+    return {"data": data}
 
 
 def _images(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,29 +134,16 @@ def _images(given: Mapping[str, Any]) -> dict[str, Any]:
         if "." in name:
             raise RecipeError(f"the task name '{name}' must not have a dot")
         made[name] = build(Task, as_table(own, f"tasks.{name}"), f"tasks.{name}")
-        _check_task(made[name], f"tasks.{name}")
+        check_ranges(made[name], f"tasks.{name}: ")
     images: Images = build(Images, given.get("images", {}), "images")
+    check_ranges(images, "images: ")
     source, *targets = made
-    _check_images(images, targets)
+    _check_orders(images, targets)
     chosen = images.orders[0] if images.orders else targets
     return {"images": images, "tasks": {name: task for name, task in made.items() if name in (source, *chosen)}}
 
 
-def _check_task(task: Task, where: str) -> None:
-    low, high = task.scale if len(task.scale) == 2 else (0.0, 0.0)
-    if not 0 < low <= high <= 1:
-        raise RecipeError(f"{where}: scale must be two growing numbers above 0 and up to 1, not {list(task.scale)}")
-    if task.limit < 0:
-        raise RecipeError(f"{where}: limit must be at least 0, not {task.limit}")
-
-
-def _check_images(images: Images, targets: list[str]) -> None:
-    if images.pixels < 1:
-        raise RecipeError(f"images: pixels must be at least 1, not {images.pixels}")
-    if not 0 <= images.validation < 1:
-        raise RecipeError(
-            f"images: validation is the share of the training part, from 0 up to 1, not {images.validation}"
-        )
+def _check_orders(images: Images, targets: list[str]) -> None:
     for order in images.orders:
         chosen = [name for name in targets if name in images.orders[0]]
         unknown = next((name for name in order if name not in targets), None)
@@ -163,7 +164,8 @@ def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mappi
     known = [*METHODS, JOINT, SINGLE]
     if method not in known:
         raise RecipeError(
-            f"{where}: method '{method}' is not known{nearest(method, known)}; it is one of {', '.join(known)}"
+            f"{where}: method '{shortened(method)}' is not known{nearest(method, known)}; it is one of "
+            f"{', '.join(known)}"
         )
     if method == JOINT and tasks is not None:
         raise RecipeError(f"{where}: method '{JOINT}' is for permuted digits; for images use '{SINGLE}' as the ceiling")
@@ -203,33 +205,20 @@ def _check_grid(line: Line, where: str) -> None:
 def _check_name(name: str, what: str) -> None:
     if not _NAME.fullmatch(name):
         raise RecipeError(
-            f"the {what} name '{name}' must be made of lower-case letters, digits, '-', '_' and '.' alone"
+            f"the {what} name '{shortened(name)}' must be made of lower-case letters, digits, '-', '_' and '.' alone"
+        )
+    if len(name) > LONGEST_NAME:
+        raise RecipeError(
+            f"the {what} name '{shortened(name)}' has {len(name)} characters; files are called by it, so that it must "
+            f"have at most {LONGEST_NAME}"
         )
 
 
 def _check_numbers(line: Line, where: str) -> None:
-    for key, least in (
-        ("tasks", 1),
-        ("epochs", 1),
-        ("batch", 2),
-        ("lr_every", 1),
-        ("average", 0),
-        ("batches", 0),
-        ("head_epochs", 0),
-    ):
-        if getattr(line, key) < least:
-            raise RecipeError(f"{where}: {key} must be at least {least}, not {getattr(line, key)}")
-    if line.bn_momentum is not None and not 0 < line.bn_momentum <= 1:
-        raise RecipeError(f"{where}: bn_momentum must be above 0 and at most 1, not {line.bn_momentum}")
-    if line.balance_every < 1:
-        raise RecipeError(f"{where}: balance_every must be at least 1, not {line.balance_every}")
-    for key in ("lr", "target_lr", "lr_end", "damping", "strength", "momentum", "label_smoothing"):
-        if getattr(line, key) is not None and not 0 <= getattr(line, key) < float("inf"):
-            raise RecipeError(f"{where}: {key} must be a number of at least 0, not {getattr(line, key)}")
-    if not 1 <= line.lr_factor < float("inf"):
-        raise RecipeError(f"{where}: lr_factor must be a number of at least 1, not {line.lr_factor}")
-    if any(width < 1 for width in line.widths):
-        raise RecipeError(f"{where}: widths must be at least 1, not {list(line.widths)}")
+    check_ranges(line, f"{where}: ")
+    draws = line.curvature.get("draws")
+    if draws is not None and draws > _MOST_DRAWS:
+        raise RecipeError(f"{where}: curvature.draws must be at most {_MOST_DRAWS:,}, not {draws}")
     if any(not 1 <= count <= line.tasks for count in line.at) or any(a >= b for a, b in pairwise(line.at)):
         raise RecipeError(f"{where}: 'at' must be growing numbers of tasks from 1 to {line.tasks}, not {list(line.at)}")
     if line.head_epochs >= line.epochs:
@@ -247,12 +236,7 @@ def _check_numbers(line: Line, where: str) -> None:
 
 def _check_recipe(recipe: Recipe) -> None:
     _check_name(recipe.name, "recipe")
-    for key, least in (("repeats", 1), ("seed", 0), ("threads", 1)):
-        if getattr(recipe, key) < least:
-            raise RecipeError(f"{key} must be at least {least}, not {getattr(recipe, key)}")
-    for key in ("validation", "train"):
-        if getattr(recipe.data, key) < 0:
-            raise RecipeError(f"data.{key} must be at least 0, not {getattr(recipe.data, key)}")
+    check_ranges(recipe, "")
     world = "data" if recipe.images is None else "images"
     chosen, remedy = recipe.images or recipe.data, "some thousands" if recipe.images is None else "a share such as 0.1"
     if chosen.measure == "validation" and chosen.validation == 0:
@@ -272,7 +256,7 @@ def _check_recipe(recipe: Recipe) -> None:
     for key, figure in recipe.figures.items():
         for name in figure.lines:
             if name not in recipe.lines:
-                raise RecipeError(f"figures.{key}: there is no line '{name}'{nearest(name, recipe.lines)}")
+                raise RecipeError(f"figures.{key}: there is no line '{shortened(name)}'{nearest(name, recipe.lines)}")
 
 
 def _apply(table: dict[str, Any], setting: str) -> None:
@@ -281,10 +265,10 @@ def _apply(table: dict[str, Any], setting: str) -> None:
     lines = as_table(table.get("lines", {}), "lines")
     keys = _path(path, lines)
     if not equals or not all(keys):
-        raise RecipeError(f"the setting '{setting}' must have the form key=value, such as defaults.epochs=2")
+        raise RecipeError(f"the setting '{shortened(setting)}' must have the form key=value, such as defaults.epochs=2")
     value = read_value(text.strip())
     if keys[0] == "lines" and len(keys) > 2 and keys[1] not in lines:
-        raise RecipeError(f"the setting '{setting}' names no line{nearest(keys[1], lines)}")
+        raise RecipeError(f"the setting '{shortened(setting)}' names no line{nearest(keys[1], lines)}")
     _put(table, keys, value)
     if keys[0] == "defaults" and len(keys) > 1:
         for line in lines.values():

@@ -58,10 +58,10 @@ class Pretraining:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        limits: dict[str, tuple[float, float]] = {"epochs": (1, math.inf)}
+        limits: dict[str, tuple[float, float]] = {"epochs": (1, 100_000), "pixels": (1, 8193), "seed": (0, 2**53)}
         limits["batch"] = (2, math.inf)  # BN has no variance of one picture
         limits |= dict.fromkeys(("lr", "decay", "mixup", "cutmix"), (0, math.inf))
-        limits |= dict.fromkeys(("warmup", "momentum", "smoothing", "average"), (0, 1))
+        limits |= dict.fromkeys(("validation", "warmup", "momentum", "smoothing", "average"), (0, 1))
         for name, (least, below) in limits.items():
             value = getattr(self, name)
             if not least <= value < below:
@@ -72,6 +72,7 @@ class Pretraining:
         for name, known in (("stem", get_args(Stem)), ("resize", get_args(Resize))):
             if getattr(self, name) not in known:
                 raise PretrainingError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(known)}")
+        _ = self.augmentation  # says what is wrong with it before any image is decoded
 
     @property
     def augmentation(self) -> Augmentation:

@@ -23,7 +23,7 @@ import torch
 from xkfac import storage
 from xkfac.errors import MemoryFileError
 from xkfac.experiments.backbones import make_backbone
-from xkfac.experiments.files import replace_file
+from xkfac.experiments.files import check_path, replace_file
 from xkfac.experiments.images import PictureParts, Pictures, find_tree, load_pictures
 from xkfac.experiments.pretrainer import Pretraining, PretrainingError, Trainer, accuracy
 from xkfac.experiments.provenance import provenance
@@ -194,7 +194,12 @@ def _write(path: Path, text: str) -> None:
 def _place(device: str | torch.device) -> torch.device:
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        place = torch.device("meta")
+    if place.type not in ("cpu", "cuda"):
+        raise PretrainingError(f"device is '{device}'; it must be auto, cpu or cuda")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise PretrainingError("device is 'cuda', but torch sees no GPU; use the cpu, or install a CUDA build of torch")
     return place
@@ -203,6 +208,7 @@ def _place(device: str | torch.device) -> torch.device:
 def _check_target(path: Path) -> None:
     if path.suffix != ".safetensors":
         raise PretrainingError(f"the weights '{path}' must end in .safetensors, which is what is written")
+    check_path(path.with_name(f"{path.stem}.checkpoint.safetensors"))
     if path.exists():
         raise PretrainingError(f"the weights '{path}' exist already; remove them, or choose another file")
     try:

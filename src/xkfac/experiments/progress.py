@@ -14,8 +14,9 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from xkfac.experiments.folder import JobFolder, RunError, RunFolder
-from xkfac.experiments.recipe import JOINT, Line, Recipe
+from xkfac.errors import XkfacError
+from xkfac.experiments.folder import JobFolder, RunFolder
+from xkfac.experiments.recipe import Line, Recipe
 from xkfac.experiments.results import JobResult
 
 
@@ -32,15 +33,16 @@ class Standing:
     epochs: int
     accuracy: float | None
     diverged: int = 0
+    reason: str = ""
 
     @classmethod
     def of(cls, path: Path) -> Standing:
-        """Return how far the run in a folder is; a damaged one is said to be so."""
+        """Return how far the run in a folder is; a damaged one is said to be so, and why in `reason`."""
         try:
             run = RunFolder.open(path)
             results = [job.result() for job in run.jobs()]
-        except RunError:
-            return cls(str(path), "?", "damaged", 0, 0, 0, 0, None)
+        except XkfacError as error:
+            return cls(str(path), "?", "damaged", 0, 0, 0, 0, None, reason=str(error))
         done = sum(job.done for job in results)
         state = "complete" if done == len(results) else "running" if run.in_use() else "interrupted"
         latest = [curve[-1] for job in results if (curve := job.average_accuracy())]
@@ -71,8 +73,7 @@ class Standing:
 def epochs_of(recipe: Recipe, name: str) -> int:
     """Return the epochs of a whole job of a line; the source of images is known from the start."""
     line = recipe.lines[name]
-    stages = len(line.at or (line.tasks,)) if line.method == JOINT else line.tasks - (recipe.images is not None)
-    return stages * line.epochs
+    return (len(line.counts) - (recipe.images is not None)) * line.epochs
 
 
 class Watched:

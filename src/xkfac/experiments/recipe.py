@@ -174,6 +174,13 @@ class Line:
         """Whether the line has a penalty at all."""
         return self.resolved_method().penalised
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many tasks are known after each stage of a job."""
+        if self.method == JOINT:
+            return self.at or (self.tasks,)
+        return tuple(range(1, self.tasks + 1))
+
     def learning_rate(self, task: int, epoch: int) -> float:
         """Return the learning rate of an epoch of a task, both counted from 0."""
         first = self.lr if task == 0 or self.target_lr is None else self.target_lr
@@ -193,6 +200,24 @@ class Line:
         if self.fixed_bn:
             given = {"interpretation": "eval", "recentre": False, **_given(given), "fixed_bn": True}
         return get_method(self.method, **self.curvature, **_given(given))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job has to do: how many tasks are known after each of its stages, and the most epochs of a stage.
+
+    count: how many tasks there are. tasks: their names in their order, where the recipe gives them.
+    """
+
+    counts: tuple[int, ...]
+    epochs: int
+    count: int
+    tasks: tuple[str, ...] = ()
+
+    @property
+    def named(self) -> str:
+        """The tasks in words."""
+        return ", ".join(self.tasks) or f"{self.count} tasks"
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,6 +269,12 @@ class Recipe:
         orders = self.images.orders or (tuple(targets),)
         return (source, *orders[(seed - self.seed) % len(orders)])
 
+    def plan(self, name: str, seed: int) -> Plan:
+        """Return what the job of a line with a seed has to do."""
+        line = self.lines[name]
+        tasks = () if self.images is None else self.order(seed)[: line.tasks]
+        return Plan(line.counts, line.epochs, line.tasks, tasks)
+
     def only(self, patterns: Sequence[str]) -> Recipe:
         """Return the recipe with those of its lines alone whose names match a pattern such as `kfac-*`.
 
@@ -281,7 +312,9 @@ class Recipe:
 def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, str]:
     """Return the keys that would do nothing on a line, each with what it is that they would not act on."""
     method = line.get("method", Line.method)
-    chosen = METHODS["fine-tuning" if method in UNPROTECTED else method]
+    chosen = METHODS.get("fine-tuning" if method in UNPROTECTED else method)
+    if chosen is None:  # which is said elsewhere
+        return {}
     useless = {} if method == JOINT else {"at": f"method '{method}', only on '{JOINT}'"}
     if images:
         useless |= dict.fromkeys(_PERCEPTRON_ONLY, "a network for images, which [images] names")

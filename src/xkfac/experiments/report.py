@@ -16,6 +16,7 @@ from xkfac.experiments.choices import choices_html, read_tuned
 from xkfac.experiments.comparison import Comparison, compare
 from xkfac.experiments.drawing import Drawn, Key, Panel, Scale, write_file
 from xkfac.experiments.figures import draw_all
+from xkfac.experiments.files import check_path
 from xkfac.experiments.image_tables import ImageTables, image_tables, tables_csv, tables_html
 from xkfac.experiments.markup import column_heads, counted, spread_text, table, text
 from xkfac.experiments.recipe import JOINT, SINGLE, Recipe
@@ -45,6 +46,7 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> Path:
 
     Raises XkfacError when there are no runs, none has measured anything, or the folder cannot be written.
     """
+    check_path(folder / _FIGURES / "accuracies.csv")
     rows = summary(runs)
     if not any(row.reached or row.entry.results.jobs for row in rows):
         what = ", ".join(f"'{name}'" for name in run_names(runs)) or "no run at all"

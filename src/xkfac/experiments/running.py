@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from xkfac.experiments.data import DataError
+from xkfac.experiments.files import at_home, check_path
 from xkfac.experiments.folder import JobFolder, NotWritten, RunError, RunFolder
 from xkfac.experiments.materials import load_materials
-from xkfac.experiments.parsing import load_recipe
+from xkfac.experiments.parsing import load_recipe, parse_recipe
 from xkfac.experiments.provenance import provenance
 from xkfac.experiments.recipe import SINGLE, Recipe
 from xkfac.experiments.results import RunResults
@@ -58,6 +59,7 @@ def start(
     made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
     if lines:
         made = made.only(lines)
+    check_path(folder)  # before data is read, which can take long
     place = place_of(device)
     where = data or os.environ.get("XKFAC_DATA")
     facts = checked(made, where, place, download=download, told=show is not None)
@@ -68,10 +70,12 @@ def start(
 def checked(
     recipe: Recipe, data: str | Path | None, place: torch.device, *, download: bool = False, told: bool = False
 ) -> dict[str, Any]:
-    """Return the facts of a run that is about to start; a fault in data or weights shows now, not in every job.
+    """Return the facts of a run that is about to start; a fault in recipe, data or weights shows now, not in every job.
 
     told: say on standard error how far images are decoded, which is done once.
     """
+    data = None if data is None else at_home(data)
+    parse_recipe(recipe.to_toml(), recipe.name)  # one that was made in Python has not been checked
     materials = load_materials(
         recipe,
         data,
@@ -88,7 +92,7 @@ def checked(
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "place": str(place),
-        "data": None if data is None else str(Path(data).resolve()),
+        "data": None if data is None else str(data.resolve()),
         "classes": dict(materials.classes),
         **provenance(place, recipe.threads),
     }

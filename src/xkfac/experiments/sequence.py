@@ -363,8 +363,14 @@ class Sequence:
         """Take a checkpoint up; return what a training in progress goes on with."""
         tensors = {key: tensor.to(self._device) for key, tensor in tensors.items()}
         named = _by_kind(tensors, "model", "best", "start", "course")
-        self.model.load_state_dict(named["model"])
-        self.course.load_state_dict(named["course"])
+        try:
+            self.model.load_state_dict(named["model"])
+            self.course.load_state_dict(named["course"])
+        except (RuntimeError, KeyError, ValueError):
+            raise RunError(
+                f"the checkpoint of job '{self.folder.line}', seed {self.seed}, is not of the network that recipe.toml "
+                f"describes; restore the recipe, or remove the folder '{self.folder.path}' to run this job again"
+            ) from None
         self._best, self._start = named["best"], named["start"]
         self._memory_file = state["memory"]
         if self._memory_file is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from xkfac.experiments.recipe import JOINT, SINGLE, Line
+from xkfac.experiments.recipe import JOINT, SINGLE, UNPROTECTED, Line
 from xkfac.experiments.training import Batch, Examples
 
 
@@ -78,6 +78,4 @@ class Batches:
 
 def stages_of(line: Line) -> list[Stage]:
     """Return the stages of a line."""
-    if line.method == JOINT:
-        return [Stage(count, JOINT) for count in (line.at or (line.tasks,))]
-    return [Stage(count, SINGLE if line.method == SINGLE else "") for count in range(1, line.tasks + 1)]
+    return [Stage(count, line.method if line.method in UNPROTECTED else "") for count in line.counts]

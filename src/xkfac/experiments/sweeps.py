@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xkfac.experiments.recipe import UNPROTECTED, Line
-from xkfac.experiments.toml import RecipeError, as_table, check_keys, typed
+from xkfac.experiments.toml import RecipeError, as_table, check_keys, shown, typed
 from xkfac.methods import METHODS
 
 SWEPT = ("strength", "lr")
@@ -71,7 +71,8 @@ def _has_effect(own: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
 
 def _penalised(table: Mapping[str, Any]) -> bool:
     method = table.get("method", Line.method)
-    return method not in UNPROTECTED and (method not in METHODS or METHODS[method].penalised)
+    known = METHODS.get(method) if isinstance(method, str) else None  # what is no method is said later
+    return method not in UNPROTECTED and (known is None or known.penalised)
 
 
 def _points(
@@ -101,11 +102,11 @@ def _points(
 def _values(sweep: Any, where: str) -> tuple[str, tuple[float, ...]]:
     key = swept_key(sweep)
     if key is None:
-        raise RecipeError(f"{where} is {sweep!r}; it must be a list of strengths, or one key with its values")
+        raise RecipeError(f"{where} is {shown(sweep)}; it must be a list of strengths, or one key with its values")
     check_keys([key], SWEPT, where)
     values = typed(sweep if isinstance(sweep, list) else sweep[key], tuple[float, ...], where)
     if any(not 0 <= value < math.inf for value in values) or len(set(values)) < len(values) or not values:
-        raise RecipeError(f"{where} must be different numbers of at least 0, not {list(values)}")
+        raise RecipeError(f"{where} must be different numbers of at least 0, not {shown(list(values))}")
     return key, values
 
 

@@ -12,16 +12,56 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from xkfac.errors import XkfacError
+from xkfac.experiments.files import shortened
+
+_DEEPEST = 16  # tables and lists in one another; a recipe has four
+_LONGEST_WORD = 100  # a longer one resembles nothing, and comparing it takes long
 
 
 class RecipeError(XkfacError):
     """A recipe that cannot be run as it is written."""
 
 
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Return the table that a TOML text is, named `where` in errors; `check_values` is left to the caller.
+
+    Raises RecipeError when it is no TOML.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise _too_deep(where) from None
+    except ValueError as error:  # also what Python says of numbers with too many digits
+        raise RecipeError(f"'{where}' is not valid TOML: {error}") from None
+
+
+def _too_deep(where: str) -> RecipeError:
+    return RecipeError(f"'{shortened(where)}' is nested too deeply: a recipe needs no more than {_DEEPEST} levels")
+
+
+def check_values(value: Any, where: str) -> None:
+    """Check that a value is not nested too deeply and has no whole number that TOML does not have."""
+    waiting = [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        if depth > _DEEPEST:
+            raise _too_deep(where)
+        if isinstance(item, dict | list):
+            inner = item.values() if isinstance(item, dict) else item
+            waiting += [(each, depth + 1) for each in inner]
+        elif isinstance(item, int) and not -(2**63) <= item < 2**63:
+            raise RecipeError(f"'{shortened(where)}' holds a whole number of more than 64 bits; give a smaller one")
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error shows it, in its middle left out if it is long."""
+    return shortened(repr(value))
+
+
 def as_table(value: Any, where: str) -> dict[str, Any]:
     """Return `value` if it is a table, named `where` in the error that says it is none."""
     if not isinstance(value, dict):
-        raise RecipeError(f"'{where}' is {value!r}; it must be a table")
+        raise RecipeError(f"'{where}' is {shown(value)}; it must be a table")
     return value
 
 
@@ -30,7 +70,8 @@ def check_keys(table: Iterable[str], known: Iterable[str], where: str) -> None:
     for key in table:
         if key not in known:
             raise RecipeError(
-                f"{where}: the key '{key}' is not known{nearest(key, known)}; the keys are {', '.join(sorted(known))}"
+                f"{where}: the key '{shortened(key)}' is not known{nearest(key, known)}; the keys are "
+                f"{', '.join(sorted(known))}"
             )
 
 
@@ -51,29 +92,36 @@ def typed(value: Any, hint: Any, where: str) -> Any:
     if origin is Literal:
         if value not in options:
             close = nearest(str(value), map(str, options))
-            raise RecipeError(f"{where} is {value!r}{close}; it must be one of {', '.join(map(str, options))}")
+            raise RecipeError(f"{where} is {shown(value)}{close}; it must be one of {', '.join(map(str, options))}")
         return value
     if origin in (Union, types.UnionType):
         return typed(value, next(option for option in options if option is not type(None)), where)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise RecipeError(f"{where} is {value!r}; it must be a list")
+            raise RecipeError(f"{where} is {shown(value)}; it must be a list")
         return tuple(typed(item, options[0], where) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     wanted = dict if origin is not None else hint
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a table"}
-        raise RecipeError(f"{where} is {value!r}; it must be {names[wanted]}")
+        raise RecipeError(f"{where} is {shown(value)}; it must be {names[wanted]}")
     return value
 
 
 def read_value(text: str) -> Any:
-    """Return the value that a text is in TOML, or the text itself."""
+    """Return the value that a text is in TOML, or the text itself.
+
+    Raises RecipeError for a value that is nested too deeply, or a number that is too large.
+    """
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except RecursionError:
+        raise _too_deep(text) from None
+    except ValueError:
         return text
+    check_values(value, text)
+    return value
 
 
 def settings_of(cls: type[Any], settings: Iterable[str]) -> Any:
@@ -82,14 +130,14 @@ def settings_of(cls: type[Any], settings: Iterable[str]) -> Any:
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
-            raise RecipeError(f"the setting '{setting}' must have the form key=value, such as epochs=30")
+            raise RecipeError(f"the setting '{shortened(setting)}' must have the form key=value, such as epochs=30")
         table[key.strip()] = read_value(text.strip())
     return build(cls, table, "settings")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a remark that suggests the nearest known name, if one is near."""
-    close = difflib.get_close_matches(name, list(known), 1, 0.5)
+    close = difflib.get_close_matches(name, list(known), 1, 0.5) if len(name) <= _LONGEST_WORD else []
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 

@@ -3,16 +3,15 @@
 A tree holds `train/<class>/<picture>` and `test/<class>/<picture>`, as a folder or as a zip file, possibly below one
 folder more. In place of `test` it may have `val` or `validation`; the first of the three that is there is taken.
 Pictures may lie deeper below their class. What is beside the classes, hidden files, `__MACOSX`, and notes such as .txt
-or .csv are left out; any other file below a class must be of a kind that Pillow reads.
+or .csv are left out; any other file below a class must be an image of a format that is read (`tree_files`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +20,11 @@ import torch
 from torch import Tensor
 
 from xkfac.experiments.data import DataError, stream
+from xkfac.experiments.files import at_home, check_path
 from xkfac.experiments.toml import nearest
+from xkfac.experiments.tree_files import FORMATS, PARTS, TEST_NAMES, Files, is_image, list_files
 
-TEST_NAMES = ("test", "val", "validation")
 NOTES = frozenset((".txt", ".csv", ".tsv", ".json", ".xml", ".md", ".html", ".db", ".ini"))
-PARTS = frozenset(("train", *TEST_NAMES))
-Files = list[tuple[str, str]]  # names, with slashes, and stamps; the name of a folder ends with a slash
 
 
 class Entry(NamedTuple):
@@ -51,15 +49,10 @@ class Tree:
         """List a folder or a zip file.
 
         Raises DataError when it is damaged, has no train or test part, a class is empty or in one part alone, or a file
-        below a class is no picture by its ending.
+        below a class is no picture by its ending, no regular file inside the tree, or too large.
         """
-        path = Path(path)
-        try:
-            files = list(_folder_files(path) if path.is_dir() else _zip_files(path))
-        except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
-            raise DataError(
-                f"'{path}' cannot be read, or is a damaged zip file ({error}); fetch or make it again"
-            ) from error
+        path = check_path(path)
+        files = list_files(path)
         top = {name.split("/", 1)[0] for name, _ in files if "/" in name}
         base = f"{top.pop()}/" if len(top) == 1 and top.isdisjoint(PARTS) else ""
         below = {name[len(base) :].split("/", 1)[0] for name, _ in files if "/" in name[len(base) :]}
@@ -116,7 +109,7 @@ def find_tree(name: str, folder: Path | None) -> Path:
 
     folder: None means the variable XKFAC_DATA. Raises DataError when there is none.
     """
-    path = Path(name).expanduser()
+    path = at_home(name)
     if not path.is_absolute():
         place = folder or os.environ.get("XKFAC_DATA")
         if not place:
@@ -124,9 +117,12 @@ def find_tree(name: str, folder: Path | None) -> Path:
                 f"the pictures '{name}' need a folder: name the one they are in with --data FOLDER or in the variable "
                 "XKFAC_DATA, or give an absolute path"
             )
-        path = (Path(place).expanduser() / path).absolute()
-    for candidate in (path, path.with_name(f"{path.name}.zip")):
-        if candidate.is_dir() or zipfile.is_zipfile(candidate):
+        path = (at_home(place) / path).absolute()
+    if not path.name:  # the root of the file system is no tree
+        raise DataError(f"the pictures '{name}' are not named; give the name of a folder or a zip file")
+    for candidate in map(check_path, (path, path.with_name(f"{path.name}.zip"))):
+        # A named pipe or a device must not be opened: reading it may never end.
+        if candidate.is_dir() or (candidate.is_file() and zipfile.is_zipfile(candidate)):
             return candidate
         if candidate.exists():
             raise DataError(f"'{candidate}' is neither a folder nor an intact zip file; fetch or make it again")
@@ -152,64 +148,21 @@ def _check_split(validation: float, limit: int | None) -> None:
         raise DataError(f"limit is {limit}; it must be at least 1 picture")
 
 
-def _zip_files(path: Path) -> Iterator[tuple[str, str]]:
-    with zipfile.ZipFile(path) as archive:
-        members = {info.filename: info for info in archive.infolist()}  # of two with one name the last one counts
-    for name, info in members.items():
-        if not any(_hidden(step) for step in name.split("/")):
-            yield name, f"{info.file_size}:{info.CRC:08x}"
-
-
-def _folder_files(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield what is in the parts of a folder; of other folders the names alone, as they may hold anything."""
-    base = path
-    top = _subfolders(base)
-    if len(top) == 1 and PARTS.isdisjoint(top):
-        base = path / top[0]
-        top = _subfolders(base)
-    prefix = "" if base is path else f"{base.name}/"
-    for name in top:
-        yield f"{prefix}{name}/", ""
-        if name in PARTS:
-            yield from _below(base / name, f"{prefix}{name}/")
-
-
-def _subfolders(path: Path) -> list[str]:
-    return [item.name for item in path.iterdir() if item.is_dir() and not _hidden(item.name)]
-
-
-def _below(folder: Path, prefix: str) -> Iterator[tuple[str, str]]:
-    with os.scandir(folder) as items:
-        for item in items:
-            if _hidden(item.name):
-                continue
-            name = f"{prefix}{item.name}"
-            if item.is_dir():
-                yield f"{name}/", ""
-                yield from _below(folder / item.name, f"{name}/")
-            else:
-                status = item.stat()
-                yield name, f"{status.st_size}:{status.st_mtime_ns}"
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"
-
-
 def _by_class(path: Path, prefix: str, files: Files) -> dict[str, Files]:
     """Return the pictures below `prefix` by class; a class without any has an empty list."""
-    endings = _endings()
     classes: dict[str, Files] = {}
     for name, stamp in files:
         label, slash, inner = name.removeprefix(prefix).partition("/")
         if not name.startswith(prefix) or not slash:
             continue
         pictures = classes.setdefault(label, [])
-        ending = Path(inner).suffix.lower()
-        if not inner or inner.endswith("/") or ending in NOTES:
+        if not inner or inner.endswith("/") or Path(inner).suffix.lower() in NOTES:
             continue
-        if ending not in endings:
-            raise DataError(f"'{name}' of '{path}' is no picture by its ending; remove or rename it")
+        if not is_image(inner):
+            raise DataError(
+                f"'{name}' of '{path}' is no picture by its ending; remove it, or save it as one of "
+                f"{', '.join(FORMATS)}"
+            )
         pictures.append((name, stamp))
     return classes
 
@@ -230,13 +183,3 @@ def _checked_classes(path: Path, train: dict[str, Files], test: dict[str, Files]
             f"class '{label}' of '{path}' is in '{there}' but not in '{missing}'{close}; add it there or remove it here"
         )
     return tuple(sorted(train))
-
-
-@functools.cache
-def _endings() -> frozenset[str]:
-    """Return the endings of the kinds of files that Pillow reads."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError(f"pictures need Pillow ({error}): pip install 'xkfac[experiments]'") from error
-    return frozenset(ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN)

@@ -29,8 +29,10 @@ from torch import Tensor
 
 from xkfac import storage
 from xkfac.errors import MemoryFileError
+from xkfac.experiments.files import read_json, reason
 from xkfac.experiments.folder import JobFolder, RunError, RunFolder, not_written, write_text
 from xkfac.experiments.recipe import SINGLE, Line
+from xkfac.experiments.records import CHOICE, MEASURED, MEASURED_FREE, OUTCOME, Fields, fault
 
 WEIGHTS = "xkfac-weights"
 CHOICE_COLUMNS = ("line", "seed", "task", "lr", "damping", "validation", "runner-up", "why")
@@ -144,7 +146,7 @@ class TrialFolder:
 
     def outcome(self) -> Outcome | None:
         """Return what it reached, None if it has not ended."""
-        entry = read_json(self.path / "outcome.json")
+        entry = read_record(self.path / "outcome.json", OUTCOME)
         return None if entry is None else Outcome(**entry)
 
     def end(self, outcome: Outcome, weights: Mapping[str, Tensor] | None) -> None:
@@ -202,7 +204,7 @@ class StageFolder:
 
     def choice(self) -> Choice | None:
         """Return what was chosen, None if that is open."""
-        entry = read_json(self.path / "choice.json")
+        entry = read_record(self.path / "choice.json", CHOICE)
         return None if entry is None else Choice.read(entry)
 
     def choose(self, choice: Choice) -> None:
@@ -212,7 +214,7 @@ class StageFolder:
 
     def measured(self) -> dict[str, Any] | None:
         """Return what was measured of the chosen trial and of the others, None if that is still to be done."""
-        return read_json(self.path / "measured.json")
+        return read_record(self.path / "measured.json", MEASURED, MEASURED_FREE)
 
     def note_measured(self, found: Mapping[str, Any]) -> None:
         """Write what was measured."""
@@ -362,15 +364,18 @@ def remove(*paths: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the table in a file, None if there is no file.
+def read_record(path: Path, fields: Fields, free: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Return the table in a file, None if there is no file; `free` fields may be missing.
 
     Raises RunError when it is damaged.
     """
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise RunError(f"'{path}' cannot be read ({error}); remove it to have it made again") from None
+        raise RunError(f"'{path}' cannot be read ({reason(error)}); remove it to have it made again") from None
+    wrong = fault(found, fields, free)
+    if wrong is not None:
+        raise RunError(f"'{path}' is damaged: {wrong}; remove it to have it made again")
     return found

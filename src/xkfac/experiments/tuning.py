@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from xkfac.experiments.files import check_path
 from xkfac.experiments.folder import RunError, RunFolder, not_written, write_text
 from xkfac.experiments.parsing import load_recipe
 from xkfac.experiments.recipe import JOINT, SINGLE, Recipe
@@ -89,7 +90,7 @@ def tune(
     made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
     made = made.only(lines) if lines else made
     _check_tunable(made)
-    path = Path(folder)
+    path = check_path(folder)
     if (path / "run.json").exists():
         run = RunFolder.open(path)
         if "tuning" not in run.facts or run.recipe.to_toml() != made.to_toml():

@@ -18,7 +18,7 @@ from torch import Tensor
 from xkfac import storage
 from xkfac.errors import XkfacError
 from xkfac.experiments.backbones import Architecture, ManyHeaded
-from xkfac.experiments.files import flush
+from xkfac.experiments.files import check_path, flush
 from xkfac.experiments.library import TIMM, BackboneError, classifier_path, library, library_model, near
 
 DOWNLOAD = "download"
@@ -109,6 +109,7 @@ def save_source(net: ManyHeaded, path: str | Path, task: str, facts: Mapping[str
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of a weights file and the facts in it."""
     facts: Any = {}
+    check_path(path)
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise WeightsError(f"the weights '{path}' {what}; name a file, or '{DOWNLOAD}' for the library's own weights")
@@ -169,7 +170,11 @@ def _misfit(given: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size], c
 
 def _looks(given: Mapping[str, Tensor], architecture: Architecture) -> str:
     """Return which of torchvision's models tensors look like, those of similar names being asked first."""
-    models: Any = library("torchvision.models")
+    remedy = "; name weights of this model, or the model that they are of"
+    try:
+        models: Any = library("torchvision.models")
+    except BackboneError:  # a hint is no reason to need torchvision for a model of timm
+        return remedy
     name = architecture.model.removeprefix(TIMM)
     names = models.list_models(module=models)
     shapes = {name: tensor.shape for name, tensor in given.items()}
@@ -182,7 +187,7 @@ def _looks(given: Mapping[str, Tensor], architecture: Architecture) -> str:
         wanted = {key: tensor.shape for key, tensor in network.state_dict().items()}
         if _misfit(shapes, wanted, classifier_path(other, network)) is None:
             return f"; it looks like '{other}'"
-    return "; name weights of this model, or the model that they are of"
+    return remedy
 
 
 def _architecture(net: ManyHeaded) -> Architecture:
