@@ -19,8 +19,8 @@ from common import batches, convnet, digits, keep, mlp, provenance, train
 from torch import Tensor, nn
 
 import xkfac
-from xkfac.factors import batch_gradient, unit_gradients, unit_inputs
-from xkfac.units import Unit
+from xkfac.curvature.moments import batch_gradient, unit_gradients, unit_inputs
+from xkfac.model.units import Unit
 
 CURVATURES: dict[str, dict[str, str]] = {
     "K-FAC": {"kind": "kfac"},

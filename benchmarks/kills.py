@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from xkfac import storage
-from xkfac.experiments.folder import CHECKPOINT, RunFolder
+from xkfac import files as storage
+from xkfac.experiments.runs.folder import CHECKPOINT, RunFolder
 
 RECIPE = """
 name = "kills"

@@ -41,9 +41,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xkfac
-from xkfac.experiments.data import load
-from xkfac.passes import set_mode, untouched
-from xkfac.tasklayers import norm_state
+from xkfac.experiments.data.digits import load
+from xkfac.model.passes import set_mode, untouched
+from xkfac.task_layers import norm_state
 
 Examples = tuple[Tensor, Tensor]
 PIXELS, BATCH, LR, DRAWS = 32, 64, 0.05, 8

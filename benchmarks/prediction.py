@@ -37,14 +37,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import xkfac
-from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import ManyHeaded, make_backbone
-from xkfac.experiments.images import Pictures, load_pictures
-from xkfac.experiments.weights import load_source
-from xkfac.merging import bind
-from xkfac.passes import norms_of
-from xkfac.penalty import Penalty
-from xkfac.tasklayers import norm_state, with_norm_state
+from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.images import Pictures, load_pictures
+from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
+from xkfac.experiments.networks.weights import load_source
+from xkfac.model.merged_weight import bind
+from xkfac.model.passes import norms_of
+from xkfac.penalty.quadratic import Penalty
+from xkfac.task_layers import norm_state, with_norm_state
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "K-FAC": {"method": "kfac"},

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from common import keep, provenance
 
-from xkfac.experiments.data import load, permutation
-from xkfac.telling import TaskTeller
+from xkfac.experiments.data.digits import load, permutation
+from xkfac.experiments.runs.task_inference import TaskTeller
 
 
 def main() -> None:

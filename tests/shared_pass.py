@@ -11,7 +11,7 @@ from torch import nn
 
 import xkfac
 from tests.setups import Everything, data, mlp, randomise
-from xkfac import sharing
+from xkfac.curvature import assemble as sharing
 
 SIZES = (8, 5, 7, 1, 6)
 IMAGES = {"shape": (2, 7, 7), "scale": 2.0, "shift": 3.0}

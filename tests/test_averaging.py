@@ -11,8 +11,8 @@ from torch import nn
 
 import xkfac
 from tests.memories import VARIANTS, ConvNet, consolidated, learn, make
-from xkfac.estimation import Estimate
-from xkfac.kronecker import Corrected, KhatriRao, Kronecker, Term, eigenbasis, symmetrised
+from xkfac.curvature.blocks import Corrected, KhatriRao, Kronecker, Term, eigenbasis, symmetrised
+from xkfac.curvature.estimate import Estimate
 
 weights = st.floats(0.01, 5.0)
 scales = st.floats(-5.0, 5.0).map(lambda power: 10.0**power)

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import xkfac
-from xkfac.merging import recentre
+from xkfac.model.merged_weight import recentre
 
 
 def task(permutation=None):

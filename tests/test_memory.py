@@ -8,8 +8,8 @@ from torch import nn
 
 import xkfac
 from tests.memories import assert_equal, blocks_of, consolidated, learn, make
-from xkfac.estimation import Estimate
-from xkfac.kronecker import Corrected, Diagonal, KhatriRao, Kronecker, parts
+from xkfac.curvature.blocks import Corrected, Diagonal, KhatriRao, Kronecker, parts
+from xkfac.curvature.estimate import Estimate
 
 OWN, OTHERS = 0.6, 0.4
 

@@ -17,9 +17,11 @@ from torch import nn
 
 import xkfac
 from tests.memories import VARIANTS, assert_equal, blocks_of, consolidated, learn, make
-from xkfac import Memory, MemoryFileError, fileformat, storage
-from xkfac.estimation import Estimate
-from xkfac.kronecker import Kronecker, parts
+from xkfac import Memory, MemoryFileError
+from xkfac import files as storage
+from xkfac import memory_file as fileformat
+from xkfac.curvature.blocks import Kronecker, parts
+from xkfac.curvature.estimate import Estimate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

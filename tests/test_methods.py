@@ -6,8 +6,8 @@ import pytest
 
 import xkfac
 from xkfac import METHODS, Method, Settings, XkfacError
-from xkfac.merging import INTERPRETATIONS
 from xkfac.methods import get_method
+from xkfac.model.merged_weight import INTERPRETATIONS
 
 
 def test_the_table_names_its_methods():

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from xkfac import MemoryFileError, storage
+from xkfac import MemoryFileError
+from xkfac import files as storage
 
 DESCRIPTION = {"tasks": 2, "names": ["é", "a/b"], "nested": {"none": None, "number": 0.1}}
 

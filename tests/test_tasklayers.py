@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import xkfac
-from xkfac.calibrating import _path, _ProxyTask, _Source, _Way
 from xkfac.errors import MismatchError, XkfacError
-from xkfac.tasklayers import TaskLayer, load_norm_state, norm_state, task_layers_of, with_norm_state
+from xkfac.learning.calibrator import _path, _ProxyTask, _Source, _Way
+from xkfac.task_layers import TaskLayer, load_norm_state, norm_state, task_layers_of, with_norm_state
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torch.distributions import Normal
 
 from xkfac import MismatchError, XkfacError
-from xkfac.telling import TaskTeller
+from xkfac.experiments.runs.task_inference import TaskTeller
 
 
 def taught(*tasks, floor=0.1):

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 import xkfac
 from tests.unit_checks import N, Net, assert_partition, assert_replays, find, pair, randomise_norms, summary, weight
-from xkfac.units import Unit
+from xkfac.model.units import Unit
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 NORMS = {

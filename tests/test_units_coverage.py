@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 
 import xkfac
 from tests.unit_checks import N, Net, find, pair, summary, weight
-from xkfac.units import Unit, parameters_of
+from xkfac.model.units import Unit, parameters_of
 
 
 class Standardised(nn.Conv1d):

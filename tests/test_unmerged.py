@@ -10,10 +10,10 @@ from torch import nn
 import xkfac
 from tests.memories import assert_equal
 from tests.setups import Everything, data, mlp, move, randomise, target
-from xkfac.merging import INTERPRETATIONS, bind, recentre
-from xkfac.passes import norms_of
-from xkfac.renorm import _BatchRenorm
-from xkfac.units import Unit
+from xkfac.model.merged_weight import INTERPRETATIONS, bind, recentre
+from xkfac.model.passes import norms_of
+from xkfac.model.renorm import _BatchRenorm
+from xkfac.model.units import Unit
 
 DOUBLE = torch.float64
 

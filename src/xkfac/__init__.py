@@ -1,18 +1,18 @@
 """Continual learning for networks with batch normalization by extended Kronecker-factored curvature (XK-FAC)."""
 
-from xkfac.balance import Balance
-from xkfac.calibrating import calibrate
 from xkfac.calibration import Calibration
-from xkfac.curvature import Settings
+from xkfac.curvature.estimate import estimate
+from xkfac.curvature.operator import Settings
 from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, UnitError, XkfacError, XkfacWarning
-from xkfac.estimation import estimate
-from xkfac.learner import Learner
-from xkfac.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from xkfac.learning.balance import Balance
+from xkfac.learning.calibrator import calibrate
+from xkfac.learning.learner import Learner
 from xkfac.memory import Memory, consolidate
 from xkfac.methods import METHODS, Method
-from xkfac.renorm import BatchRenorm1d, BatchRenorm2d, BatchRenorm3d, to_batchnorm, to_renorm
-from xkfac.tasklayers import TaskLayer, enter_task, give_task_layers, give_task_norms, using_task
-from xkfac.units import find_units
+from xkfac.model.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from xkfac.model.renorm import BatchRenorm1d, BatchRenorm2d, BatchRenorm3d, to_batchnorm, to_renorm
+from xkfac.model.units import find_units
+from xkfac.task_layers import TaskLayer, enter_task, give_task_layers, give_task_norms, using_task
 
 __version__ = "0.1.0"
 

@@ -11,20 +11,20 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from xkfac import storage
-from xkfac.batches import Forward
+from xkfac import files as storage
 from xkfac.calibration import Calibration
-from xkfac.curvature import Curvature, is_finite
+from xkfac.curvature.estimate import Estimate, estimate
+from xkfac.curvature.operator import Curvature, is_finite
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
-from xkfac.estimation import Estimate, estimate
-from xkfac.fileformat import BLOCKS, STORED, named, packed, rebuilt
-from xkfac.likelihood import Likelihood, get_likelihood
-from xkfac.merging import anchor_of, bind
+from xkfac.memory_file import BLOCKS, STORED, named, packed, rebuilt
 from xkfac.methods import Method, MethodOptions, get_method
-from xkfac.passes import Progress, device_of, full_precision, unwrap
-from xkfac.structure import Pass, check_structure, leave_out
-from xkfac.tasklayers import own_patterns
-from xkfac.units import Coverage, Row, Unit, as_patterns
+from xkfac.model.batches import Forward
+from xkfac.model.likelihood import Likelihood, get_likelihood
+from xkfac.model.merged_weight import anchor_of, bind
+from xkfac.model.passes import Progress, device_of, full_precision, unwrap
+from xkfac.model.structure import Pass, check_structure, leave_out
+from xkfac.model.units import Coverage, Row, Unit, as_patterns
+from xkfac.task_layers import own_patterns
 
 
 @dataclass(frozen=True, eq=False, repr=False)

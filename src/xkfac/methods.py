@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, Unpack
 
-from xkfac.curvature import CurvatureKind, Labels, Settings
+from xkfac.curvature.moments import Form, Grouping
+from xkfac.curvature.operator import CurvatureKind, Labels, Settings
 from xkfac.errors import XkfacError
-from xkfac.factors import Form, Grouping
-from xkfac.merging import INTERPRETATIONS, Interpretation
-from xkfac.passes import Statistics
+from xkfac.model.merged_weight import INTERPRETATIONS, Interpretation
+from xkfac.model.passes import Statistics
 
 
 @dataclass(frozen=True)

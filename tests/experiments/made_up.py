@@ -4,9 +4,9 @@ import json
 import math
 from dataclasses import replace
 
-from xkfac.experiments.folder import RunFolder
-from xkfac.experiments.parsing import parse_recipe
-from xkfac.experiments.results import JobResult, LineResults, RunResults
+from xkfac.experiments.recipes.parsing import parse_recipe
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.results import JobResult, LineResults, RunResults
 
 PROVENANCE = {
     "command": "xkfac run paper --folder runs/paper",

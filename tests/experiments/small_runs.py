@@ -13,12 +13,12 @@ from unittest import mock
 
 import torch
 
-from xkfac import storage
-from xkfac.experiments.courses import Permuted
-from xkfac.experiments.data import load
-from xkfac.experiments.folder import CHECKPOINT, RunFolder
-from xkfac.experiments.parsing import parse_recipe
-from xkfac.experiments.sequence import Sequence
+from xkfac import files as storage
+from xkfac.experiments.data.digits import load
+from xkfac.experiments.recipes.parsing import parse_recipe
+from xkfac.experiments.runs.folder import CHECKPOINT, RunFolder
+from xkfac.experiments.runs.job import Sequence
+from xkfac.experiments.runs.tasks import Permuted
 
 TEXT = """
 name = "small"

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.experiments import small_runs as small
-from xkfac.experiments import report
-from xkfac.experiments.folder import RunFolder
-from xkfac.experiments.parsing import parse_recipe
+from xkfac.experiments.recipes.parsing import parse_recipe
+from xkfac.experiments.report import page as report
+from xkfac.experiments.runs.folder import RunFolder
 
 COMMANDS = ["demo", "run", "pretrain", "tune", "resume", "status", "report", "compare", "inspect", "recipe"]
 
@@ -417,7 +417,7 @@ def test_a_file_that_fails_where_nobody_expected_it_is_one_sentence(xkfac, monke
     def fail(path):
         raise PermissionError(13, "Permission denied", "/some/where")
 
-    monkeypatch.setattr("xkfac.experiments.folder.find_runs", fail)
+    monkeypatch.setattr("xkfac.experiments.runs.folder.find_runs", fail)
     assert_complains(xkfac("status"), 2, "'/some/where': Permission denied")
 
 

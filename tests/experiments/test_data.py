@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xkfac.errors import XkfacError
-from xkfac.experiments import data
-from xkfac.experiments.data import DataError, Part
+from xkfac.experiments.data import digits as data
+from xkfac.experiments.data.digits import DataError, Part
 
 TRAIN, TEST, SHAPE = 50, 10, (3, 4)
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.experiments import made_up
 from xkfac.errors import XkfacError
-from xkfac.experiments import comparison, drawing, figures, multiples, styles, tables
-from xkfac.experiments.results import JobResult, Spread
+from xkfac.experiments.report import comparison, drawing, figures, multiples, styles, tables
+from xkfac.experiments.runs.results import JobResult, Spread
 
 ROOT2 = math.sqrt(2)
 

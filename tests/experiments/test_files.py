@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 
 from xkfac import XkfacError
-from xkfac.experiments import RunError, load_recipe, results, resume, start
-from xkfac.experiments.data import load
+from xkfac.experiments import RunError, load_recipe, resume, start
+from xkfac.experiments.data.digits import load
+from xkfac.experiments.data.images import load_pictures
+from xkfac.experiments.data.trees import Tree, find_tree
 from xkfac.experiments.files import at_home, check_path, in_words, parse_json, read_regular, shortened
-from xkfac.experiments.folder import RunFolder, find_runs
-from xkfac.experiments.images import load_pictures
-from xkfac.experiments.pretraining import pretrain
-from xkfac.experiments.trees import Tree, find_tree
-from xkfac.experiments.tuning import tune
-from xkfac.experiments.weights import load_source, save_source
+from xkfac.experiments.networks.pretraining import pretrain
+from xkfac.experiments.networks.weights import load_source, save_source
+from xkfac.experiments.runs import results
+from xkfac.experiments.runs.folder import RunFolder, find_runs
+from xkfac.experiments.tuning.tuning import tune
 
 LONG = "a" * 5000
 DEEP = "/".join(["a" * 200] * 25)
@@ -51,7 +52,7 @@ def test_a_path_that_the_system_cannot_look_up_is_one_short_sentence(path, tmp_p
 
 
 def test_weights_at_a_path_that_cannot_be_used_are_refused(tmp_path):
-    from xkfac.experiments.backbones import make_backbone
+    from xkfac.experiments.networks.backbones import make_backbone
 
     net = make_backbone("timm:test_resnet", {"a": 2}, seed=0)
     with pytest.raises(XkfacError, match=r"the path '.*' cannot be used \(File name too long\); give a shorter one"):

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.experiments import small_runs as small
-from xkfac import storage
-from xkfac.experiments.courses import Permuted
-from xkfac.experiments.folder import JobFolder, NotWritten, RunError, RunFolder, find_runs, write_text
-from xkfac.experiments.sequence import Sequence
+from xkfac import files as storage
+from xkfac.experiments.runs.folder import JobFolder, NotWritten, RunError, RunFolder, find_runs, write_text
+from xkfac.experiments.runs.job import Sequence
+from xkfac.experiments.runs.tasks import Permuted
 
 _SMALLER = ("tasks=2", "epochs=1", "widths=[4]", "batch=48", "average=0", "at=[2]")
 TINY = small.recipe(*(f"defaults.{setting}" for setting in _SMALLER)).only(["kfac"])

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from tests.experiments.made_up_images import CLASSES, all_of, decodings, load, make_tree, picture, same, zipped
-from xkfac.experiments import images
-from xkfac.experiments.data import DataError
-from xkfac.experiments.images import PictureParts
-from xkfac.experiments.trees import Tree
+from xkfac.experiments.data import images
+from xkfac.experiments.data.digits import DataError
+from xkfac.experiments.data.images import PictureParts
+from xkfac.experiments.data.trees import Tree
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,11 @@ from tests import memories
 from tests.experiments import small_runs as small
 from xkfac import Memory, MemoryFileError, Settings, XkfacError
 from xkfac.calibration import Calibration, CurvePoint
-from xkfac.experiments import entries, inspection, spectra
-from xkfac.experiments.entries import MeanEntry, approximations, derivable, mean_absolute
-from xkfac.experiments.inspection import calibration_table, facts, inspect_memory, unit_table
-from xkfac.experiments.spectra import Spectrum, effective_rank, largest_eigenvalue
-from xkfac.kronecker import Corrected, Diagonal, Kronecker, Term, eigenbasis
+from xkfac.curvature.blocks import Corrected, Diagonal, Kronecker, Term, eigenbasis
+from xkfac.experiments.inspect import entries, inspection, spectra
+from xkfac.experiments.inspect.entries import MeanEntry, approximations, derivable, mean_absolute
+from xkfac.experiments.inspect.inspection import calibration_table, facts, inspect_memory, unit_table
+from xkfac.experiments.inspect.spectra import Spectrum, effective_rank, largest_eigenvalue
 
 WIDE = torch.float64
 

@@ -7,12 +7,14 @@ import pytest
 import timm
 import torch
 
-from xkfac.experiments import data, library, packages
-from xkfac.experiments.backbones import make_backbone
-from xkfac.experiments.data import DataError
-from xkfac.experiments.library import BackboneError
+from xkfac.experiments import packages
+from xkfac.experiments.data import digits as data
+from xkfac.experiments.data.digits import DataError
+from xkfac.experiments.networks import library
+from xkfac.experiments.networks.backbones import make_backbone
+from xkfac.experiments.networks.library import BackboneError
+from xkfac.experiments.networks.weights import WeightsError, load_source, save_source
 from xkfac.experiments.packages import PackageError, imported
-from xkfac.experiments.weights import WeightsError, load_source, save_source
 
 INSTALL = r"pip install 'xkfac\[experiments\]'"
 

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from tests.experiments import made_up_images as small
 from tests.experiments.small_runs import assert_same, told, weights
-from xkfac.experiments.courses import PictureCourse
-from xkfac.experiments.folder import RunError
-from xkfac.experiments.images import load_pictures
-from xkfac.experiments.running import _in_turn
-from xkfac.experiments.sequence import Sequence
-from xkfac.experiments.training import Stepper
-from xkfac.experiments.worker import run_job
+from xkfac.experiments.data.images import load_pictures
+from xkfac.experiments.runs.folder import RunError
+from xkfac.experiments.runs.job import Sequence
+from xkfac.experiments.runs.running import _in_turn
+from xkfac.experiments.runs.tasks import PictureCourse
+from xkfac.experiments.runs.training import Stepper
+from xkfac.experiments.runs.worker import run_job
 
 LINES = small.recipe().lines
 _SERVER = multiprocessing.get_context("forkserver")

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tests.experiments import made_up
 from tests.experiments import small_runs as small
-from xkfac.experiments.progress import Display, Standing, _duration, epochs_of
+from xkfac.experiments.runs.progress import Display, Standing, _duration, epochs_of
 
 RECIPE = small.recipe().only(["plain", "joint"])
 

@@ -8,9 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xkfac import METHODS
-from xkfac.experiments.parsing import load_recipe, named_recipes
-from xkfac.experiments.parsing import parse_recipe as parse
-from xkfac.experiments.recipe import JOINT, Data, Figure, Images, Line, Recipe, RecipeError, Task, without_effect
+from xkfac.experiments.recipes.parsing import load_recipe, named_recipes
+from xkfac.experiments.recipes.parsing import parse_recipe as parse
+from xkfac.experiments.recipes.recipe import (
+    JOINT,
+    Data,
+    Figure,
+    Images,
+    Line,
+    Recipe,
+    RecipeError,
+    Task,
+    without_effect,
+)
 
 ONE = "[lines.one]\n"
 

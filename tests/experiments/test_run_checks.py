@@ -10,15 +10,15 @@ import pytest
 from tests.experiments import made_up
 from tests.experiments import small_runs as small
 from xkfac.experiments import RunError
-from xkfac.experiments.choices import read_tuned
-from xkfac.experiments.courses import Permuted
-from xkfac.experiments.events import EventsError, job_result, parse_events
-from xkfac.experiments.folder import RunFolder
-from xkfac.experiments.parsing import load_recipe
-from xkfac.experiments.progress import Standing
-from xkfac.experiments.recipe import Plan
-from xkfac.experiments.sequence import Sequence
-from xkfac.experiments.trials import StageFolder
+from xkfac.experiments.recipes.parsing import load_recipe
+from xkfac.experiments.recipes.recipe import Plan
+from xkfac.experiments.report.choices import read_tuned
+from xkfac.experiments.runs.events import EventsError, job_result, parse_events
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job import Sequence
+from xkfac.experiments.runs.progress import Standing
+from xkfac.experiments.runs.tasks import Permuted
+from xkfac.experiments.tuning.trials import StageFolder
 
 RESULTS = Path(__file__).parents[2] / "results"
 ONE = small.recipe().only(["xkfac"])

@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 
 from tests.experiments import small_runs as small
-from xkfac.experiments import courses as module
-from xkfac.experiments.data import DataError, Part, Parts, permutation
-from xkfac.experiments.materials import load_materials
-from xkfac.experiments.networks import perceptron
-from xkfac.experiments.recipe import Line
+from xkfac.experiments.data.digits import DataError, Part, Parts, permutation
+from xkfac.experiments.networks.perceptron import perceptron
+from xkfac.experiments.recipes.recipe import Line
+from xkfac.experiments.runs import tasks as module
+from xkfac.experiments.runs.run_data import load_materials
 
 LINES = small.recipe().lines
 

@@ -14,9 +14,9 @@ import torch
 from PIL import EpsImagePlugin, Image
 
 from tests.experiments.made_up_images import decodings, load, make_tree, picture, same, zipped
-from xkfac.experiments import images, tree_files
-from xkfac.experiments.data import DataError
-from xkfac.experiments.trees import Tree, find_tree
+from xkfac.experiments.data import images, tree_files
+from xkfac.experiments.data.digits import DataError
+from xkfac.experiments.data.trees import Tree, find_tree
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """List runs: which are complete, running or interrupted, and how far they are."""
-    from xkfac.experiments.folder import find_runs
-    from xkfac.experiments.progress import Standing
+    from xkfac.experiments.runs.folder import find_runs
+    from xkfac.experiments.runs.progress import Standing
 
     found = [Standing.of(path) for path in find_runs(folder)]
     if as_json:
@@ -55,8 +55,8 @@ def compare(runs: RunPaths, as_json: AsJson = False) -> None:
     from dataclasses import asdict
 
     from xkfac.experiments import results
-    from xkfac.experiments.comparison import compare as compared
-    from xkfac.experiments.tables import number
+    from xkfac.experiments.report.comparison import compare as compared
+    from xkfac.experiments.report.tables import number
 
     if len(runs) < 2:
         raise XkfacError("compare needs the folders of at least two runs; 'xkfac report' shows a single one")
@@ -92,7 +92,7 @@ def inspect(
     from rich.status import Status
 
     from xkfac.experiments.files import check_path
-    from xkfac.experiments.inspection import calibration_table, facts, inspect_memory, unit_table
+    from xkfac.experiments.inspect.inspection import calibration_table, facts, inspect_memory, unit_table
 
     check_path(memory)
     error = Console(stderr=True)
@@ -119,7 +119,7 @@ def recipe(
     ] = None,
 ) -> None:
     """List the recipes that come with xkfac, or print one, to be copied and edited."""
-    from xkfac.experiments.parsing import load_recipe, named_recipes
+    from xkfac.experiments.recipes.parsing import load_recipe, named_recipes
 
     if name is None:
         made = {each: load_recipe(each) for each in named_recipes()}
