@@ -32,8 +32,7 @@ from tests.shared_pass import (
 )
 from xkfac.curvature.assemble import Outcome
 from xkfac.curvature.blocks import parts
-from xkfac.curvature.processes import Layout, _buffers, shared_out
-from xkfac.curvature.triangles import folded, unfolded
+from xkfac.curvature.processes import Layout, _buffers, folded, shared_out, unfolded
 
 
 @pytest.fixture(scope="module")

@@ -419,7 +419,7 @@ def test_the_command_says_what_it_chose_and_leaves_a_run(unbroken, tmp_path, mon
     assert len(points) == 12
     assert sum(point["chosen"] for point in points) == 2
     assert sum(point["target"] is None for point in points) == 4
-    assert (folder / "figures" / "scatter.png").is_file()
+    assert (folder / "report" / "figures" / "scatter.png").is_file()
     standing = Standing.of(folder)
     assert (standing.state, standing.epochs_done, standing.epochs) == ("complete", 6, 6)
     monkeypatch.setattr("xkfac.experiments.tuning.tuning.Worker.start", None)  # no process is needed any more

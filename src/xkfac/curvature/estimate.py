@@ -30,8 +30,7 @@ from xkfac.curvature.collectors import (
     SquareCollector,
     UnmergedCollector,
 )
-from xkfac.curvature.draws import Draws
-from xkfac.curvature.labels import Cotangents
+from xkfac.curvature.labels import Cotangents, Draws
 from xkfac.curvature.moments import Form, Grouping, Moments
 from xkfac.curvature.operator import Curvature, CurvatureKind, Labels, Settings
 from xkfac.curvature.processes import Processes, processes_of

@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xkfac.curvature.gram import add_gram, mirror_
+from xkfac.curvature.gram import add_gram, mirror_, rounded, rounds, summed_in, unrounded
 from xkfac.curvature.patch_gram import PatchGram
 from xkfac.curvature.patches import Patches
-from xkfac.curvature.precision import rounded, rounds, summed_in, unrounded
 
 # On a CPU rows wait for so many of them: a product reads and writes the whole matrix, which is larger than a cache.
 ROOM = 512

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import grad as convolution_gradients
 
-from xkfac.curvature.gram import Gram
+from xkfac.curvature.gram import Gram, add_product_, rounded, summed_in
 from xkfac.curvature.patches import Axis, Patches, axes_of, padded
-from xkfac.curvature.precision import add_product_, rounded, summed_in
 
 Way = Literal["unrolled", "products", "convolution"]
 

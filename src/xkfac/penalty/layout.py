@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from xkfac.curvature.blocks import Block, Corrected, Diagonal, Kronecker, assemble, parts
+from xkfac.curvature.gram import add_product_, rounds
 from xkfac.curvature.operator import Curvature
-from xkfac.curvature.precision import add_product_, rounds
 from xkfac.model.merged_weight import BoundUnit
 
 _ALIGNMENT = 16  # numbers: where every group starts, as vectorised kernels like it

@@ -12,8 +12,8 @@ from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_RECORD, read_json, reason
 from xkfac.experiments.records import CHOSEN, POINT, Fields, fault
 from xkfac.experiments.report.markup import counted, table, text
-from xkfac.experiments.report.scatter import Point
 from xkfac.experiments.runs.results import RunResults
+from xkfac.experiments.tuning.points import Point
 from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, GridPoint
 
 _FEW = 24  # rows that a page shows without being asked

@@ -20,12 +20,13 @@ from xkfac.experiments.recipes.parsing import LONGEST_NAME
 from xkfac.experiments.recipes.recipe import Figure
 from xkfac.experiments.report.drawing import SPREAD, Drawn, Key, Panel, Plot, element, save, shortened, whole_ticks
 from xkfac.experiments.report.multiples import draw_matrices, draw_training
-from xkfac.experiments.report.scatter import SCATTER, Point, draw_scatter
+from xkfac.experiments.report.scatter import SCATTER, draw_scatter
 from xkfac.experiments.report.styles import Style, looks, style_of, swatch
 from xkfac.experiments.report.tables import Curve, Entry, entries, notes, number, printable, spread_cells
 from xkfac.experiments.report.tradeoff_figure import TRADEOFF, draw_tradeoff
 from xkfac.experiments.report.tradeoff_tables import Tradeoffs, tradeoffs
 from xkfac.experiments.runs.results import JobResult, RunResults, Spread
+from xkfac.experiments.tuning.points import Point
 
 __all__ = ["Drawn", "draw_all", "figure_names"]
 

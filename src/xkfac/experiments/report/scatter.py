@@ -21,34 +21,12 @@ from xkfac.errors import XkfacError
 from xkfac.experiments.report.drawing import Drawn, Key, Plot, multiples, shortened
 from xkfac.experiments.report.styles import INK, MARKERS, PALETTE, SOFT, Style, swatch
 from xkfac.experiments.report.tables import NOTHING, printable
+from xkfac.experiments.tuning.points import Point
 
 SCATTER = "Accuracy on the target against the average over tasks so far"
 _SIZE = (260, 230)
 _ROWS = {True: "with α", False: "without α"}  # noqa: RUF001, the paper's letter
 _RING: dict[str, Any] = {"color": INK, "linestyle": "none", "marker": "o", "markersize": 12, "markerfacecolor": "none"}
-
-
-@dataclass(frozen=True)
-class Point:
-    """What one setting of hyperparameters reached on a task.
-
-    label: the method. balanced: whether alpha_s and alpha_t were adapted. target: accuracy on the task in %. average:
-    that over all tasks so far. chosen: whether the setting is the one that the method goes on with.
-    """
-
-    task: str
-    label: str
-    balanced: bool
-    lr: float
-    damping: float
-    target: float
-    average: float
-    chosen: bool
-
-    @property
-    def finite(self) -> bool:
-        """Whether both accuracies are numbers; those of a setting that diverged are not."""
-        return math.isfinite(self.target) and math.isfinite(self.average)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from xkfac.experiments.recipes.parsing import load_recipe
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.runs.folder import RunError, RunFolder, not_written, write_text
 from xkfac.experiments.runs.running import JobsFailed, Worker, checked, place_of
+from xkfac.experiments.tuning.points import Point
 from xkfac.experiments.tuning.status import TuningDisplay, TuningStanding
 from xkfac.experiments.tuning.trials import Choice, grid_of, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
@@ -184,21 +185,15 @@ def chosen(run: RunFolder) -> list[Chosen]:
 
 
 def _write_points(run: RunFolder) -> None:
-    """Write points.json, and draw target against average accuracy where trials were measured."""
+    """Write points.json, where trials were measured; the report draws target against average accuracy from it."""
     if not run.facts["tuning"]["scatter"]:
         return
-    from xkfac.experiments.report.scatter import draw_scatter
-
     found = list(_points(run))
     plain = [{key: None if value != value else value for key, value in asdict(point).items()} for point in found]
     write_text(run.path / "points.json", json.dumps(plain, indent=1) + "\n")
-    if any(point.finite for point in found):
-        draw_scatter("scatter", found, run.path / "figures")
 
 
-def _points(run: RunFolder) -> Iterator[Any]:
-    from xkfac.experiments.report.scatter import Point
-
+def _points(run: RunFolder) -> Iterator[Point]:
     for job in tuned_jobs(run):
         for task, choice in enumerate(job.choices()):
             measured = job.stage(task).measured() or {}
