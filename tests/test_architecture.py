@@ -1,4 +1,4 @@
-"""The tree in docs/architecture.md: it has every module once, and packages and modules import from those above alone."""
+"""The tree in docs/architecture.md: it has every module once; packages and modules import from those above alone."""
 
 import ast
 import re
