@@ -356,8 +356,11 @@ def test_training_sees_other_crops_in_each_epoch_and_the_same_in_each_line(seen,
 
 def test_statistics_are_recentred_on_images_as_training_draws_them(seen, loaded):
     begin = torch.cat([x for (purpose, _), x in seen["xkfac"] if purpose == "begin"])
-    assert len(begin) == len(loaded.parts["birds"].train) + len(loaded.parts["cars"].train)
-    birds = begin[: len(loaded.parts["birds"].train)]
+    count = len(loaded.parts["birds"].train)
+    # All images are one batch, which also shows whether the network is the memory's.
+    assert len(begin) == 2 * (count + len(loaded.parts["cars"].train))
+    birds = begin[:count]
+    assert torch.equal(birds, begin[count : 2 * count])
     assert not found_in(birds, plain(loaded, 1, "train")).any()
     assert not found_in(birds, inputs(seen["xkfac"], "training", 1)).any()
     assert not [x for (purpose, _), x in seen["single"] if purpose == "begin"]
