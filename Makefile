@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format benchmark peers clean
+.PHONY: demo test check format benchmark peers wheel clean
 
 demo: $(READY)
 	$(BIN)/xkfac demo --output demo-output
@@ -26,6 +26,10 @@ benchmark: $(READY)
 
 peers:
 	$(PYTHON) benchmarks/peers.py
+
+# builds the wheel and uses it in a clean environment; takes minutes, so it is no part of `make test`
+wheel:
+	$(PYTHON) tests/packaging/check_wheel.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xkfac needs Python 3.11 or newer")'
