@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format benchmark peers wheel clean
+.PHONY: demo test check format benchmark peers clean
 
 demo: $(READY)
 	$(BIN)/xkfac demo --output demo-output
@@ -28,6 +28,7 @@ peers:
 	$(PYTHON) benchmarks/peers.py
 
 # builds the wheel and uses it in a clean environment; takes minutes, so it is no part of `make test`
+.PHONY: wheel
 wheel:
 	$(PYTHON) tests/packaging/check_wheel.py
 
