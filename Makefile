@@ -27,6 +27,11 @@ benchmark: $(READY)
 peers:
 	$(PYTHON) benchmarks/peers.py
 
+# builds the wheel and uses it in a clean environment; takes minutes, so it is no part of `make test`
+.PHONY: wheel
+wheel:
+	$(PYTHON) tests/packaging/check_wheel.py
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xkfac needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xkfac
-from xkfac.experiments.backbones import make_backbone
+from xkfac.experiments.networks.backbones import make_backbone
 
 METHODS: dict[str, dict[str, Any]] = {
     "K-FAC": {"method": "kfac"},

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.func import functional_call, jvp
 
 import xkfac
-from xkfac.experiments.backbones import ManyHeaded
-from xkfac.merging import bind
+from xkfac.experiments.networks.backbones import ManyHeaded
+from xkfac.model.merged_weight import bind
 
 PREDICTED = ["own BN, K-FAC", "own BN, paper's grouping", "own BN, hierarchical"]
 

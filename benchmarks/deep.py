@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xkfac
-from xkfac.kronecker import Kronecker
+from xkfac.curvature.blocks import Kronecker
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "fine-tuning": {"method": "fine-tuning"},

@@ -19,7 +19,8 @@ from common import batches, convnet, digits, keep, mlp, provenance, train
 from torch import Tensor, nn
 
 import xkfac
-from xkfac.factors import batch_gradient, unit_gradients, unit_inputs
+from xkfac.curvature.moments import batch_gradient, unit_gradients, unit_inputs
+from xkfac.model.units import Unit
 
 CURVATURES: dict[str, dict[str, str]] = {
     "K-FAC": {"kind": "kfac"},
@@ -33,7 +34,7 @@ CURVATURES: dict[str, dict[str, str]] = {
 NETS = {"linear": mlp, "convolutional": convnet}
 
 
-def exact_fisher(net: nn.Sequential, data: list[Tensor], units: tuple[xkfac.Unit, ...]) -> dict[str, Tensor]:
+def exact_fisher(net: nn.Sequential, data: list[Tensor], units: tuple[Unit, ...]) -> dict[str, Tensor]:
     """Return the Fisher of every unit, [C D, C D], from a backward pass for every example and class."""
     total = {unit.name: torch.zeros(()) for unit in units}
     names = dict(net.named_modules())

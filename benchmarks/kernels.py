@@ -23,9 +23,9 @@ from step_time import METHODS, stepper
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from xkfac.experiments.backbones import make_backbone
-from xkfac.experiments.data import batches, stream
-from xkfac.experiments.images import Pictures
+from xkfac.experiments.data.digits import batches, stream
+from xkfac.experiments.data.images import Pictures
+from xkfac.experiments.networks.backbones import make_backbone
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 SHORT, LONG = 8, 16

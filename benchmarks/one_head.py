@@ -41,8 +41,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xkfac
-from xkfac.experiments.data import load
-from xkfac.passes import set_mode, untouched
+from xkfac.experiments.data.digits import load
+from xkfac.model.passes import set_mode, untouched
+from xkfac.task_layers import norm_state
 
 Examples = tuple[Tensor, Tensor]
 PIXELS, BATCH, LR, DRAWS = 32, 64, 0.05, 8
@@ -182,7 +183,7 @@ def measured(net: nn.Sequential, source: nn.Sequential, old: Examples, new: Exam
     found = {f"new {how}": accuracy(net, new, how) for how in ("stored", "batch")}
     found |= {f"old {how}": accuracy(net, old, how) for how in ("stored", "batch")}
     if bn == "own":
-        norms = xkfac.norm_state(source)
+        norms = norm_state(source)
         affine, kept = ("weight", "bias"), ("running_mean", "running_var")
         found["old own"] = accuracy(mixed(net, norms, (*affine, *kept)), old, "stored")
         found["old own statistics"] = accuracy(mixed(net, norms, kept), old, "stored")

@@ -37,13 +37,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import xkfac
-from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import ManyHeaded, make_backbone
-from xkfac.experiments.images import Pictures, load_pictures
-from xkfac.experiments.weights import load_source
-from xkfac.merging import bind
-from xkfac.passes import norms_of
-from xkfac.tasklayers import with_norm_state
+from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.images import Pictures, load_pictures
+from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
+from xkfac.experiments.networks.weights import load_source
+from xkfac.model.merged_weight import bind
+from xkfac.model.passes import norms_of
+from xkfac.penalty.quadratic import Penalty
+from xkfac.task_layers import norm_state, with_norm_state
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "K-FAC": {"method": "kfac"},
@@ -113,7 +114,7 @@ class Measure:
         self, net: ManyHeaded, source: str, part: Pictures, prepare: Callable[[Tensor], Tensor], *, own_bn: bool
     ) -> None:
         self.source, self.part, self.prepare = source, part, prepare
-        self.norms = xkfac.norm_state(net) if own_bn else None
+        self.norms = norm_state(net) if own_bn else None
         self.before = self._outputs(net)
         self.loss = F.cross_entropy(self.before, part.y)
 
@@ -142,7 +143,7 @@ def halves(part: Pictures, seed: int) -> tuple[Pictures, Pictures]:
 
 
 @torch.no_grad()
-def predictions(net: ManyHeaded, penalties: dict[str, xkfac.Penalty], units: Any) -> dict[str, float]:
+def predictions(net: ManyHeaded, penalties: dict[str, Penalty], units: Any) -> dict[str, float]:
     """Return L_s of the network's merged weights by every curvature, without damping."""
     weights = {name: bound.merged_weight() for name, bound in bind(net, units).items()}
     return {name: penalty(weights).item() for name, penalty in penalties.items()}
@@ -332,7 +333,7 @@ class Experiment:
 
     def paths(self) -> list[Point]:
         """Learn every target without a penalty and with every curvature's at every strength."""
-        penalties = {name: xkfac.Penalty(memory.curvature, memory.anchor) for name, memory in self.memories.items()}
+        penalties = {name: Penalty(memory.curvature, memory.anchor) for name, memory in self.memories.items()}
         ways = [(NONE, 0.0), *itertools.product(self.memories, self.options.strengths)]
         points = []
         for (target, loader), (name, strength) in itertools.product(self.targets.items(), ways):

@@ -16,12 +16,12 @@ import torch
 from common import keep, provenance
 
 import xkfac
-from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import make_backbone
-from xkfac.experiments.courses import PicturePool
-from xkfac.experiments.data import batches
-from xkfac.experiments.images import Pictures, load_pictures
-from xkfac.experiments.weights import load_source
+from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.digits import batches
+from xkfac.experiments.data.images import Pictures, load_pictures
+from xkfac.experiments.networks.backbones import make_backbone
+from xkfac.experiments.networks.weights import load_source
+from xkfac.experiments.runs.tasks import PicturePool
 
 AFTER = (1, 5, 10, 20, 30)
 

@@ -22,15 +22,17 @@ from common import keep, provenance
 from torch import Tensor
 
 import xkfac
-from xkfac import autocorrelation, deviations, grams
-from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import make_backbone
-from xkfac.experiments.courses import PicturePool
-from xkfac.experiments.data import batches
-from xkfac.experiments.images import load_pictures
-from xkfac.experiments.weights import load_source
-from xkfac.kronecker import Kronecker
-from xkfac.stacking import _in_two
+from xkfac.curvature import gram as grams
+from xkfac.curvature import input_moments as deviations
+from xkfac.curvature import patch_gram as autocorrelation
+from xkfac.curvature.blocks import Kronecker
+from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.digits import batches
+from xkfac.experiments.data.images import load_pictures
+from xkfac.experiments.networks.backbones import make_backbone
+from xkfac.experiments.networks.weights import load_source
+from xkfac.experiments.runs.tasks import PicturePool
+from xkfac.penalty.layout import _in_two
 
 
 def tf32(matrix: Tensor) -> Tensor:

@@ -37,9 +37,9 @@ from cost import DEVICE, medians, now, plain_step, resnet18, seconds
 from torch import Tensor, nn
 
 import xkfac
-from xkfac import estimation
-from xkfac.patches import Patches
-from xkfac.processes import Layout
+from xkfac.curvature import estimate as estimation
+from xkfac.curvature.patches import Patches
+from xkfac.curvature.processes import Layout
 
 BATCH = 32
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather")

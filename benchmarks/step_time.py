@@ -20,12 +20,12 @@ import torch
 from common import bytes_of, keep, operations_of, provenance
 
 import xkfac
-from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import ManyHeaded, make_backbone
-from xkfac.experiments.courses import PicturePool
-from xkfac.experiments.data import batches, stream
-from xkfac.experiments.images import Pictures
-from xkfac.experiments.training import Stepper, make_optimizer
+from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.digits import batches, stream
+from xkfac.experiments.data.images import Pictures
+from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
+from xkfac.experiments.runs.tasks import PicturePool
+from xkfac.experiments.runs.training import Stepper, make_optimizer
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,

@@ -34,7 +34,7 @@ def through_file(memory: xkfac.Memory, dtype: torch.dtype | None, path: Path) ->
     """Return a memory as its file gives it back; without a dtype, as it is."""
     if dtype is None:
         return memory
-    memory.save(path, dtype=dtype)
+    memory.save(path, storage_dtype=dtype)
     return xkfac.Memory.load(path)
 
 
@@ -60,7 +60,7 @@ def files(case: Case, folder: Path) -> dict[str, dict[str, float]]:
         if dtype is None:
             continue
         start = time.perf_counter()
-        memory.save(path, dtype=dtype)
+        memory.save(path, storage_dtype=dtype)
         saved = time.perf_counter()
         loaded = xkfac.Memory.load(path)
         end = time.perf_counter()

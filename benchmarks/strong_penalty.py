@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xkfac
-from xkfac.experiments.data import Part, load
-from xkfac.merging import Interpretation
-from xkfac.passes import norms_of
+from xkfac.experiments.data.digits import Part, load
+from xkfac.model.merged_weight import Interpretation
+from xkfac.model.passes import norms_of
 
 Digits = tuple[Tensor, Tensor]
 HEAD = 14

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from common import keep, provenance
 
-from xkfac.experiments.courses import Permuted
-from xkfac.experiments.data import load
-from xkfac.experiments.folder import JobFolder
-from xkfac.experiments.parsing import load_recipe
-from xkfac.experiments.sequence import Sequence
+from xkfac.experiments.data.digits import load
+from xkfac.experiments.recipes.parsing import load_recipe
+from xkfac.experiments.runs.folder import JobFolder
+from xkfac.experiments.runs.job import Sequence
+from xkfac.experiments.runs.tasks import Permuted
 
 LINES = ("fine-tuning", "ewc", "kfac-bn-brn", "xkfac-bn-brn", "xkfac-bn-bn", "xkfac-brn-brn", "corrected")
 

@@ -1,4 +1,4 @@
-"""How often the task of a permuted image is told right by the image alone, see `xkfac.TaskTeller`.
+"""How often the task of a permuted image is told right by the image alone, see `TaskTeller`.
 
     python benchmarks/telling.py --data FOLDER [--tasks 50] [--seed 0] [--output results/telling]
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from common import keep, provenance
 
-import xkfac
-from xkfac.experiments.data import load, permutation
+from xkfac.experiments.data.digits import load, permutation
+from xkfac.experiments.runs.task_inference import TaskTeller
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     for data in ("mnist", "digits"):
         parts = load(data, options.data, validation=5000 if data == "mnist" else 200)
         orders = [permutation(parts.train.x.shape[1], options.seed, task) for task in range(options.tasks)]
-        teller = xkfac.TaskTeller()
+        teller = TaskTeller()
         for task, order in enumerate(orders):
             teller.learn(str(task), [parts.train.x[:, order]])
         wrong = sum(

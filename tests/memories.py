@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import xkfac
-from xkfac.kronecker import parts
+from xkfac.curvature.blocks import parts
 
 VARIANTS = {
     **{name: {"method": name} for name in xkfac.METHODS},

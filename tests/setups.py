@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import xkfac
-from xkfac.passes import norms_of
+from xkfac.model.passes import norms_of
 
 
 class Everything(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 
 import xkfac
 from tests.setups import Everything, data, mlp, randomise
-from xkfac import sharing
+from xkfac.curvature import assemble as sharing
 
 SIZES = (8, 5, 7, 1, 6)
 IMAGES = {"shape": (2, 7, 7), "scale": 2.0, "shift": 3.0}
@@ -238,7 +238,7 @@ def coupled(rank, ranks):
     broken = failing() if rank == 1 else mine[rank]
     yield "coupled failed", refused(lambda: xkfac.estimate(parallel, broken))
     yield "apart", refused(lambda: xkfac.estimate(parallel, mine[rank], merge=False))
-    yield "bare", refused(lambda: xkfac.estimate(parallel.module, mine[rank], kind="diagonal", units=False))
+    yield "bare", refused(lambda: xkfac.estimate(parallel.module, mine[rank], kind="diagonal", per_parameter=True))
 
 
 def faults(rank, ranks):

@@ -1,4 +1,4 @@
-"""The tree in docs/architecture.md: it has every module once, and each imports only from those above it."""
+"""The tree in docs/architecture.md: it has every module once; packages and modules import from those above alone."""
 
 import ast
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "xkfac"
+MOST_MODULES, MOST_LINES = 15, 410
 
 
 def listed():
@@ -15,11 +16,10 @@ def listed():
     for line in tree.splitlines()[2:]:
         if not line.startswith("    "):
             package = ""
-        if folder := re.match(r"  (\w+/)", line):
+        if folder := re.match(r"  ([\w/]+/) ", line):
             package = folder[1]
             continue
-        names = re.match(r"\s+((?:[\w.]+, )*[\w.]+)  ", line)[1]
-        found += [package + name for name in names.split(", ") if name.endswith(".py")]
+        found.append(package + re.match(r"\s+([\w.]+)  ", line)[1])
     return found
 
 
@@ -34,6 +34,12 @@ def imported(path):
                 yield target
 
 
+def package_of(path):
+    """Return the package of a module; a module outside of packages stands for itself."""
+    folder = str(Path(path).parent)
+    return path if folder in (".", "experiments") else folder
+
+
 def test_the_tree_has_every_module_once():
     modules = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if path.name != "__init__.py"}
     found = listed()
@@ -45,4 +51,23 @@ def test_modules_import_from_those_above_them():
     places = {path: place for place, path in enumerate(listed())}
     upwards = [(path, other) for path in places for other in imported(path) if places[other] >= places[path]]
     assert upwards == []
-    assert ("learner.py", "memory.py") in {(path, other) for path in places for other in imported(path)}
+    assert ("learning/learner.py", "memory.py") in {(path, other) for path in places for other in imported(path)}
+
+
+def test_packages_point_one_way():
+    order = {name: place for place, name in enumerate(dict.fromkeys(package_of(path) for path in listed()))}
+    edges = {(package_of(path), package_of(other)) for path in listed() for other in imported(path)}
+    assert [(one, other) for one, other in edges if order[other] > order[one]] == []
+    assert ("penalty", "curvature") in edges
+
+
+def test_no_package_is_a_corridor_and_no_module_a_hall():
+    packages = [path.parent for path in SOURCE.rglob("__init__.py")]
+    crowded = {str(p.relative_to(SOURCE)): n for p in packages if (n := len(list(p.glob("*.py"))) - 1) > MOST_MODULES}
+    assert crowded == {}
+    lengths = {
+        str(p.relative_to(SOURCE)): len(p.read_text(encoding="utf-8").splitlines()) for p in SOURCE.rglob("*.py")
+    }
+    assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
+    for package in packages:
+        assert ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))

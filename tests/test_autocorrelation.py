@@ -6,10 +6,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from xkfac import autocorrelation
-from xkfac.autocorrelation import PatchGram, way_of
-from xkfac.patches import Axis, Patches, unroll
-from xkfac.units import find_units
+from xkfac.curvature import patch_gram as autocorrelation
+from xkfac.curvature.patch_gram import PatchGram, way_of
+from xkfac.curvature.patches import Axis, Patches, unroll
+from xkfac.model.units import find_units
 
 WAYS = ["unrolled", "products", "convolution"]
 

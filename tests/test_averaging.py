@@ -4,18 +4,19 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import xkfac
 from tests.memories import VARIANTS, ConvNet, consolidated, learn, make
-from xkfac.estimation import Estimate
-from xkfac.kronecker import Corrected, KhatriRao, Kronecker, Term, eigenbasis, symmetrised
+from xkfac.curvature.blocks import Corrected, KhatriRao, Kronecker, Term, eigenbasis, symmetrised
+from xkfac.curvature.estimate import Estimate
 
 weights = st.floats(0.01, 5.0)
 scales = st.floats(-5.0, 5.0).map(lambda power: 10.0**power)
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=30, deadline=None)
 
 
 def close(a, b, rtol=1e-9):
@@ -210,6 +211,17 @@ def test_averages_in_float32_bear_factors_of_very_different_size():
     torch.testing.assert_close(tiny.average(tiny, 0.5, 0.5).dense(), tiny.dense(), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("positions", [0, 1])
+def test_averages_are_in_the_wider_dtype_of_the_two(positions):
+    draw = Draw(4, positions=positions)
+    a, b = draw.kronecker(), draw.kronecker()
+    narrow = Kronecker(tuple(Term(t.left.float(), t.right.float(), t.low_rank) for t in a.terms))
+    for one, other in ((narrow, b), (b, narrow)):
+        averaged = one.average(other, 0.5, 0.5, homogeneous=True)
+        assert {tensor.dtype for term in averaged.terms for tensor in (term.left, term.right)} == {torch.float64}
+        close(trace(averaged), (trace(a) + trace(b)) / 2, 1e-6)
+
+
 def joint(draw, columns, rows, positions):
     """Return a Khatri-Rao product over units with so many columns and rows, a homogeneous coordinate in each."""
     ends = torch.tensor(columns).cumsum(0) - 1
@@ -315,7 +327,7 @@ def trace_ratios(net, memory, data, **options):
 @pytest.mark.parametrize("variant", FACTORED)
 def test_a_target_of_another_resolution_adds_its_curvature(variant, size):
     net, first, _ = make("conv", dtype=torch.float64)
-    memory = consolidated(net, first, variant)
+    memory = consolidated(net, first, variant, draws=1)
     target = [(torch.randn(8, 2, size, size, dtype=torch.float64), torch.randint(0, 3, (8,))) for _ in range(3)]
     ratios = trace_ratios(net, memory, target)
     assert len(ratios) >= 5
@@ -325,7 +337,7 @@ def test_a_target_of_another_resolution_adds_its_curvature(variant, size):
 @pytest.mark.parametrize("variant", [*FACTORED, "diagonal"])
 def test_a_target_of_larger_inputs_adds_its_curvature(variant):
     net, first, second = make("mlp", dtype=torch.float64)
-    memory = consolidated(net, first, variant)
+    memory = consolidated(net, first, variant, draws=1)
     ratios = trace_ratios(net, memory, [(10 * x, y) for x, y in second])
     assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=1e-9)
 
@@ -335,9 +347,9 @@ def test_a_target_of_larger_inputs_adds_its_curvature(variant):
 def test_importances_act_once(kind, variant):
     """Importances of (1, 1) give the sum of two equal memories, twice each of them."""
     net, data, _ = make(kind, dtype=torch.float64)
-    memory = consolidated(net, data, variant)
+    memory = consolidated(net, data, variant, draws=1)
     same = Estimate(memory.curvature, memory.coverage, memory.examples)
-    twice = memory.extend(net, same, 1.0, 1.0)
+    twice = memory.extend(net, same, weights=(1.0, 1.0))
     for name, block in twice.curvature.blocks.items():
         close(block.dense(), 2 * memory.curvature.blocks[name].dense())
     if memory.curvature.joint is not None:
@@ -349,6 +361,8 @@ def test_importances_of_a_learner_act_once():
     memory = consolidated(net, first, "xkfac")
     learner = xkfac.Learner(net, memory, importance=(1, 1))
     learner.begin(second)
+    x, y = second[0]
+    learner.objective(F.cross_entropy(net(x), y))
     finished = learner.finish(second)
     new = consolidated(net, second, "xkfac")
     for name, block in finished.curvature.blocks.items():
@@ -361,7 +375,7 @@ def test_a_bias_in_front_of_a_bn_has_no_curvature_after_many_tasks():
     memory = xkfac.consolidate(net, tasks[0], "unmerged")
     for number in range(1, 4):
         new = xkfac.estimate(net, [(x * number, y) for x, y in tasks[1]], merge=False)
-        memory = memory.extend(net, new, number / (number + 1), 1 / (number + 1))
+        memory = memory.extend(net, new, weights=(number / (number + 1), 1 / (number + 1)))
     for name in ("0", "3"):
         diagonal = memory.curvature.blocks[name].diagonal()
         assert float(diagonal[..., -1].max()) < 1e-20 * float(diagonal[..., :-1].max())

@@ -6,6 +6,7 @@ from torch import nn
 
 import xkfac
 from tests.setups import data, mlp, target
+from xkfac.model.merged_weight import recentre
 
 
 def empirical(labels, likelihood="categorical", net=None, first=None, **options):
@@ -81,10 +82,13 @@ def test_bernoulli_takes_zeros_and_ones_of_any_dtype(dtype):
 def test_a_curvature_is_accumulated_in_float32_or_float64(dtype):
     model = mlp()
     with pytest.raises(xkfac.XkfacError) as refused:
-        xkfac.consolidate(model, data(), dtype=dtype)
+        xkfac.consolidate(model, data(), accumulation_dtype=dtype)
     assert str(refused.value) == f"dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64"
     for wide in (torch.float32, torch.float64):
-        assert xkfac.estimate(model, data(1), draws=1, dtype=wide).curvature.blocks["6"].diagonal().dtype == wide
+        assert (
+            xkfac.estimate(model, data(1), draws=1, accumulation_dtype=wide).curvature.blocks["6"].diagonal().dtype
+            == wide
+        )
 
 
 def test_a_memory_has_no_integers():
@@ -101,7 +105,7 @@ def test_a_model_without_values_is_refused(call):
         model = mlp()
     work = {
         "consolidate": lambda: xkfac.consolidate(model, data()),
-        "recentre": lambda: xkfac.recentre(model, target()),
+        "recentre": lambda: recentre(model, target()),
         "calibrate": lambda: xkfac.calibrate(model, memory, data()),
         "Learner": lambda: xkfac.Learner(model, memory),
     }[call]

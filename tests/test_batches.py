@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from xkfac.batches import LABEL_KEYS, default_forward, inputs_of, labels_of, size_of, tensors, to_device
 from xkfac.errors import XkfacError
+from xkfac.model.batches import LABEL_KEYS, default_forward, inputs_of, labels_of, size_of, tensors, to_device
 
 Pair = namedtuple("Pair", "image label")
 X, Y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 2])

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.setups import data, mlp, started, target
 from xkfac import BatchRenorm1d, Learner, consolidate
-from xkfac.merging import INTERPRETATIONS
+from xkfac.model.merged_weight import INTERPRETATIONS
 
 NETWORKS = {"torch's BN": nn.BatchNorm1d, "a hooked BN": lambda size: BatchRenorm1d(size, warmup=0, r_steps=1)}
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from tests.setups import Everything, bare, data, randomise
 from xkfac import METHODS, Balance, Calibration, Learner, consolidate
-from xkfac.divergence import INTERVAL
 from xkfac.errors import NotFiniteError, XkfacWarning
-from xkfac.stacking import Rounded
+from xkfac.learning.divergence import INTERVAL
+from xkfac.penalty.layout import Rounded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from xkfac import deviations
-from xkfac.deviations import Deviations, Rows
-from xkfac.factors import GROUPINGS, KFAC, Moments, unit_inputs
-from xkfac.patches import Patches
-from xkfac.units import find_units
+from xkfac.curvature import input_moments as deviations
+from xkfac.curvature.input_moments import Deviations, Rows
+from xkfac.curvature.moments import GROUPINGS, KFAC, Moments, unit_inputs
+from xkfac.curvature.patches import Patches
+from xkfac.model.units import find_units
 
 
 @pytest.mark.parametrize("from_origin", [False, True])

@@ -30,10 +30,9 @@ from tests.shared_pass import (
     whole,
     wide,
 )
-from xkfac.kronecker import parts
-from xkfac.processes import Layout, _buffers, shared_out
-from xkfac.sharing import Outcome
-from xkfac.triangles import folded, unfolded
+from xkfac.curvature.assemble import Outcome
+from xkfac.curvature.blocks import parts
+from xkfac.curvature.processes import Layout, _buffers, folded, shared_out, unfolded
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +230,7 @@ def test_triangles_have_no_gaps(size):
 
 
 def test_buffers_are_of_one_dtype_and_bounded(monkeypatch):
-    monkeypatch.setattr("xkfac.processes.BUFFER_BYTES", 100)
+    monkeypatch.setattr("xkfac.curvature.processes.BUFFER_BYTES", 100)
     layouts = [Layout((n,), torch.float32) for n in (10, 10, 10, 50, 1)] + [Layout((1,), torch.float64)]
     assert list(_buffers(layouts)) == [[0, 1], [2], [3], [4], [5]]
 

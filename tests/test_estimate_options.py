@@ -136,9 +136,9 @@ def test_a_memory_is_extended_in_full_precision_under_autocast(method):
     model, data = net(), [torch.randn(8, 4), torch.randn(8, 4)]
     memory = xkfac.consolidate(model, data, method)
     new = xkfac.estimate(model, data[:1], method)
-    plain = memory.extend(model, new, 0.5, 0.5)
+    plain = memory.extend(model, new, weights=(0.5, 0.5))
     with torch.autocast("cpu", torch.bfloat16):
-        reduced = memory.extend(model, new, 0.5, 0.5)
+        reduced = memory.extend(model, new, weights=(0.5, 0.5))
     for (_, a), (_, b) in zip(plain.curvature.tensors(), reduced.curvature.tensors(), strict=True):
         assert torch.equal(a, b)
 
@@ -146,9 +146,9 @@ def test_a_memory_is_extended_in_full_precision_under_autocast(method):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bf16_autocast_accumulates_in_the_wide_type(dtype):
     model, x = net(32, 10), torch.randn(64, 32)
-    full = xkfac.estimate(model, [x], labels="exact", form="paper", dtype=dtype)
+    full = xkfac.estimate(model, [x], labels="exact", form="paper", accumulation_dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
-        reduced = xkfac.estimate(model, [x], labels="exact", form="paper", dtype=dtype)
+        reduced = xkfac.estimate(model, [x], labels="exact", form="paper", accumulation_dtype=dtype)
     for (_, a), (_, b) in zip(full.curvature.tensors(), reduced.curvature.tensors(), strict=True):
         assert b.dtype == dtype
         assert (a - b).norm() <= 0.05 * a.norm() + 1e-8

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xkfac
 from tests import oracles
-from xkfac.kronecker import Corrected, Diagonal
+from xkfac.curvature.blocks import Corrected, Diagonal
 
 CLASSES = 3
 

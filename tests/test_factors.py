@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests import oracles
-from xkfac import factors
+from xkfac.curvature import moments as factors
+from xkfac.curvature.moments import GROUPINGS, KFAC, Moments, batch_gradient, unit_gradients, unit_inputs
+from xkfac.curvature.patches import Patches
 from xkfac.errors import UnitError
-from xkfac.factors import GROUPINGS, KFAC, Moments, batch_gradient, unit_gradients, unit_inputs
-from xkfac.patches import Patches
-from xkfac.units import find_units
+from xkfac.model.units import find_units
 
 GROUPS, SIZE, POSITIONS, COLUMNS, ROWS = 2, 4, 3, 3, 2
 

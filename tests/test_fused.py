@@ -15,14 +15,16 @@ from tests.setups import Everything, data, mlp, move, randomise, started, target
 from tests.test_penalty import CURVATURES, DAMPING, Problem, assert_same_gradients, central_difference, gradients
 from tests.test_stacking import Alike
 from tests.test_training_setups import Skipping
-from xkfac import Balance, Curvature, Learner, Penalty, estimate
-from xkfac.fused import FusedPenalty, accumulate
-from xkfac.kronecker import Diagonal, KhatriRao, Kronecker, Term, eigenbasis
-from xkfac.merging import INTERPRETATIONS, anchor_of, batch_statistics, bind
-from xkfac.passes import norms_of
-from xkfac.renorm import BatchRenorm1d, to_renorm
-from xkfac.stacking import ROW
-from xkfac.units import find_units
+from xkfac import Balance, Learner, estimate
+from xkfac.curvature.blocks import Diagonal, KhatriRao, Kronecker, Term, eigenbasis
+from xkfac.curvature.operator import Curvature
+from xkfac.model.merged_weight import INTERPRETATIONS, anchor_of, batch_statistics, bind
+from xkfac.model.passes import norms_of
+from xkfac.model.renorm import BatchRenorm1d, to_renorm
+from xkfac.model.units import find_units
+from xkfac.penalty.fused import FusedPenalty, accumulate
+from xkfac.penalty.layout import ROW
+from xkfac.penalty.quadratic import Penalty
 
 
 @pytest.mark.parametrize("row", [1, 8])

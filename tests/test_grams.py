@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xkfac import grams
-from xkfac.grams import Gram, add_gram, mirror_
+from xkfac.curvature import gram as grams
+from xkfac.curvature.gram import Gram, add_gram, mirror_
 
 
 @settings(max_examples=30, deadline=None)

@@ -8,7 +8,7 @@ import torch
 
 from tests.setups import Everything, data, randomise
 from xkfac import XkfacError, consolidate, estimate
-from xkfac.graphs import _cloned
+from xkfac.model.cuda_graphs import _cloned
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

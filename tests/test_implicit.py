@@ -11,7 +11,7 @@ from torch import nn
 from tests.setups import data, mlp, randomise, target
 from xkfac import Learner, consolidate
 from xkfac.errors import NotFiniteError
-from xkfac.implicit import Implicit
+from xkfac.penalty.implicit import Implicit
 
 
 class Mixed(nn.Module):

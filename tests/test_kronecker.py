@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from xkfac.errors import XkfacError
-from xkfac.kronecker import (
+from xkfac.curvature.blocks import (
     Corrected,
     Diagonal,
     KhatriRao,
@@ -17,6 +16,7 @@ from xkfac.kronecker import (
     root_term,
     symmetrised,
 )
+from xkfac.errors import XkfacError
 
 GROUPS, ROWS, COLUMNS = 2, 3, 8
 

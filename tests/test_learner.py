@@ -12,9 +12,9 @@ import xkfac
 from tests.setups import Everything, data, gradients, mlp, move, randomise, started, target
 from xkfac import Learner, consolidate
 from xkfac.errors import MismatchError, XkfacError
-from xkfac.merging import INTERPRETATIONS, anchor_of, bind
-from xkfac.passes import norms_of
-from xkfac.renorm import BatchRenorm1d
+from xkfac.model.merged_weight import INTERPRETATIONS, anchor_of, bind
+from xkfac.model.passes import norms_of
+from xkfac.model.renorm import BatchRenorm1d
 
 
 def hooks(model):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import xkfac
-from xkfac.likelihood import LIKELIHOODS, Bernoulli, Categorical, Gaussian, Likelihood, get_likelihood
+from xkfac.model.likelihood import LIKELIHOODS, Bernoulli, Categorical, Gaussian, Likelihood, get_likelihood
 
 CASES = {
     "categorical": (Categorical(), (3, 4)),

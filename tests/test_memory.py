@@ -8,8 +8,8 @@ from torch import nn
 
 import xkfac
 from tests.memories import assert_equal, blocks_of, consolidated, learn, make
-from xkfac.estimation import Estimate
-from xkfac.kronecker import Corrected, Diagonal, KhatriRao, Kronecker, parts
+from xkfac.curvature.blocks import Corrected, Diagonal, KhatriRao, Kronecker, parts
+from xkfac.curvature.estimate import Estimate
 
 OWN, OTHERS = 0.6, 0.4
 
@@ -67,7 +67,7 @@ def traces(term):
 @pytest.mark.parametrize("variant", ["paper", "kfac", "pooled", "hierarchical", "fixed-bn"])
 def test_extend_keeps_the_partial_traces_of_every_term(variant):
     net, memory, new = two_tasks("conv", variant)
-    extended = memory.extend(net, new, OWN, OTHERS)
+    extended = memory.extend(net, new, weights=(OWN, OTHERS))
     for name, block in extended.curvature.blocks.items():
         if not isinstance(block, Kronecker):
             continue
@@ -86,7 +86,7 @@ def test_extend_keeps_the_partial_traces_of_every_term(variant):
 def test_extend_unites_the_means_that_are_kept_as_roots(variant):
     """The partial trace over gradients, sum_k tr(H_k) A_k, is that of the sum, and no block grows."""
     net, memory, new = two_tasks("conv", variant)
-    extended = memory.extend(net, new, OWN, OTHERS)
+    extended = memory.extend(net, new, weights=(OWN, OTHERS))
     roots = 0
     for name, block in extended.curvature.blocks.items():
         old, other = memory.curvature.blocks[name], new.curvature.blocks[name]
@@ -102,7 +102,7 @@ def test_extend_unites_the_means_that_are_kept_as_roots(variant):
 @pytest.mark.parametrize("variant", ["cross-layer", "cross-layer-mean"])
 def test_extend_averages_the_factors_across_layers(variant):
     net, memory, new = two_tasks("mlp", variant)
-    extended = memory.extend(net, new, OWN, OTHERS)
+    extended = memory.extend(net, new, weights=(OWN, OTHERS))
     joint = extended.curvature.joint
     assert isinstance(joint, KhatriRao)
     for place, name in enumerate(extended.curvature.joint_units):
@@ -117,7 +117,7 @@ def test_extend_averages_the_factors_across_layers(variant):
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
 def test_extend_with_all_terms_is_the_exact_weighted_sum(kind, variant):
     net, memory, new = two_tasks(kind, variant)
-    extended = memory.extend(net, new, OWN, OTHERS, keep_all=True)
+    extended = memory.extend(net, new, weights=(OWN, OTHERS), keep_all=True)
     for name, block in blocks_of(extended).items():
         a = blocks_of(memory)[name].dense()
         b = (new.curvature.joint if name == "joint" else new.curvature.blocks[name]).dense()
@@ -127,7 +127,7 @@ def test_extend_with_all_terms_is_the_exact_weighted_sum(kind, variant):
 @pytest.mark.parametrize("variant", ["diagonal", "ewc"])
 def test_averaged_diagonals_are_exact(variant):
     net, memory, new = two_tasks("conv", variant)
-    extended = memory.extend(net, new, OWN, OTHERS)
+    extended = memory.extend(net, new, weights=(OWN, OTHERS))
     for name, block in extended.curvature.blocks.items():
         assert isinstance(block, Diagonal)
         hand = OWN * memory.curvature.blocks[name].values + OTHERS * new.curvature.blocks[name].values
@@ -137,7 +137,7 @@ def test_averaged_diagonals_are_exact(variant):
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
 def test_averaged_corrected_blocks_hold_the_sums_diagonal_in_the_new_basis(kind):
     net, memory, new = two_tasks(kind, "corrected")
-    extended = memory.extend(net, new, OWN, OTHERS)
+    extended = memory.extend(net, new, weights=(OWN, OTHERS))
     seen = 0
     for name, block in extended.curvature.blocks.items():
         if not isinstance(block, Corrected):
@@ -151,7 +151,7 @@ def test_averaged_corrected_blocks_hold_the_sums_diagonal_in_the_new_basis(kind)
             torch.testing.assert_close(block.scales[group].mT.flatten(), diagonal)
     assert seen >= 3
     with pytest.raises(xkfac.XkfacError, match="corrected curvature cannot keep all terms"):
-        memory.extend(net, new, OWN, OTHERS, keep_all=True)
+        memory.extend(net, new, weights=(OWN, OTHERS), keep_all=True)
 
 
 def test_extend_anchors_at_the_network_and_counts():
@@ -159,7 +159,7 @@ def test_extend_anchors_at_the_network_and_counts():
     moved = copy.deepcopy(net)
     with torch.no_grad():
         moved[6].weight.add_(1)
-    extended = memory.extend(moved, new, OWN, OTHERS)
+    extended = memory.extend(moved, new, weights=(OWN, OTHERS))
     assert (extended.tasks, extended.examples) == (2, 48)
     torch.testing.assert_close(extended.anchor["6"][0, :, :-1], memory.anchor["6"][0, :, :-1] + 1)
     assert torch.equal(extended.anchor["0"], memory.anchor["0"])
@@ -170,7 +170,7 @@ def test_units_of_one_side_alone_count_zero_on_the_other():
     net, first, second = make("mlp", dtype=torch.float64)
     without_head = xkfac.consolidate(net, first, exclude="6")
     without_start = xkfac.estimate(net, second, exclude=["0", "1"])
-    extended = without_head.extend(net, without_start, OWN, OTHERS)
+    extended = without_head.extend(net, without_start, weights=(OWN, OTHERS))
     assert {unit.name for unit in extended.units} == set(extended.anchor) == {"0", "3", "6"}
     dense = {name: block.dense() for name, block in extended.curvature.blocks.items()}
     torch.testing.assert_close(dense["0"], OWN * without_head.curvature.blocks["0"].dense())
@@ -183,11 +183,11 @@ def test_extend_refuses_curvature_of_another_kind():
     net, memory, _ = two_tasks("mlp", "xkfac", torch.float32)
     data = make("mlp")[1]
     with pytest.raises(xkfac.XkfacError, match="unit '0' has a Kronecker block on one side and a Diagonal block"):
-        memory.extend(net, xkfac.estimate(net, data, "diagonal"), OWN, OTHERS)
+        memory.extend(net, xkfac.estimate(net, data, "diagonal"), weights=(OWN, OTHERS))
     with pytest.raises(xkfac.XkfacError, match="2 and 1 terms have no average"):
-        memory.extend(net, xkfac.estimate(net, data, "kfac"), OWN, OTHERS)
+        memory.extend(net, xkfac.estimate(net, data, "kfac"), weights=(OWN, OTHERS))
     with pytest.raises(xkfac.XkfacError, match="join different units across layers"):
-        memory.extend(net, xkfac.estimate(net, data, cross_layer=True), OWN, OTHERS)
+        memory.extend(net, xkfac.estimate(net, data, cross_layer=True), weights=(OWN, OTHERS))
 
 
 def test_extend_refuses_units_of_another_shape_or_make():
@@ -196,28 +196,28 @@ def test_extend_refuses_units_of_another_shape_or_make():
     wider = make("mlp")[0]
     wider[3], wider[4], wider[6] = nn.Linear(8, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)
     with pytest.raises(xkfac.MismatchError, match=r"unit '3' is linear \[1, 9, 9\] with '4' now and was .*\[1, 7, 9\]"):
-        memory.extend(wider, xkfac.estimate(wider, second), OWN, OTHERS)
+        memory.extend(wider, xkfac.estimate(wider, second), weights=(OWN, OTHERS))
     with pytest.raises(
         xkfac.MismatchError, match="unit '0' is without a BN behind it now and was merged with '1' in the memory"
     ):
-        memory.extend(net, xkfac.estimate(net, second, merge=False), OWN, OTHERS)
+        memory.extend(net, xkfac.estimate(net, second, merge=False), weights=(OWN, OTHERS))
     lone = xkfac.consolidate(net, first, exclude="0")
     with pytest.raises(xkfac.MismatchError, match="unit '1' of the memory is part of unit '0' now; exclude the same"):
-        lone.extend(net, xkfac.estimate(net, second), OWN, OTHERS)
+        lone.extend(net, xkfac.estimate(net, second), weights=(OWN, OTHERS))
 
 
 @pytest.mark.parametrize("importance", [(-0.1, 1.0), (1.0, float("nan")), (float("inf"), 0.0)])
 def test_extend_refuses_importance_that_is_none(importance):
     net, memory, new = two_tasks("mlp", "xkfac")
     with pytest.raises(xkfac.XkfacError, match="importance of a task must be a number of at least 0"):
-        memory.extend(net, new, *importance)
+        memory.extend(net, new, weights=importance)
 
 
 def test_the_size_stays_the_same_over_many_tasks(tmp_path):
     net, memory, new = two_tasks("conv", "xkfac", torch.float32)
     sizes, numbers = set(), set()
     for task in range(2, 9):
-        memory = memory.extend(net, new, (task - 1) / task, 1 / task)
+        memory = memory.extend(net, new, weights=((task - 1) / task, 1 / task))
         numbers.add(sum(tensor.numel() for _, tensor in memory.curvature.tensors()))
         memory.save(tmp_path / "memory")
         sizes.add((tmp_path / "memory").stat().st_size // 64)
@@ -229,7 +229,7 @@ def test_the_size_stays_the_same_over_many_tasks(tmp_path):
 def test_the_average_of_equal_tasks_is_that_task():
     net, memory, _ = two_tasks("mlp", "xkfac")
     same = Estimate(memory.curvature, memory.coverage, memory.examples)
-    extended = memory.extend(net, same, 0.5, 0.5)
+    extended = memory.extend(net, same, weights=(0.5, 0.5))
     for (_, a), (_, b) in zip(memory.curvature.tensors(), extended.curvature.tensors(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
 
@@ -289,7 +289,7 @@ def test_to_moves_every_number(variant):
 @pytest.mark.parametrize(("model", "factors"), [("float64", "float32"), ("float32", "float64")])
 def test_a_memory_has_one_dtype_and_serves_a_network_of_another(model, factors):
     net, first, second = make("mlp", dtype=getattr(torch, model))
-    memory = consolidated(net, first, dtype=getattr(torch, factors))
+    memory = consolidated(net, first, accumulation_dtype=getattr(torch, factors))
     assert {tensor.dtype for tensor in memory.anchor.values()} == {torch.float64}
     assert {tensor.dtype for _, tensor in memory.curvature.tensors()} == {torch.float64}
     penalties, extended, _ = learn(net, memory, second)
@@ -311,7 +311,7 @@ def test_statistics_that_are_not_finite_are_refused_by_unit():
     memory = consolidated(net, first)
     new = xkfac.estimate(net, second)
     net[4].running_var[0] = float("nan")
-    for make_memory in (lambda: consolidated(net, first), lambda: memory.extend(net, new, OWN, OTHERS)):
+    for make_memory in (lambda: consolidated(net, first), lambda: memory.extend(net, new, weights=(OWN, OTHERS))):
         with pytest.raises(
             xkfac.XkfacError, match="merged weight of unit '3' is not finite; check the model's weights"
         ):

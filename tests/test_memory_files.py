@@ -2,7 +2,10 @@
 
 import copy
 import dataclasses
+import functools
 import json
+import math
+import operator
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,11 @@ from torch import nn
 
 import xkfac
 from tests.memories import VARIANTS, assert_equal, blocks_of, consolidated, learn, make
-from xkfac import Memory, MemoryFileError, storage
-from xkfac.estimation import Estimate
-from xkfac.kronecker import Kronecker, parts
+from xkfac import Memory, MemoryFileError
+from xkfac import files as storage
+from xkfac import memory_file as fileformat
+from xkfac.curvature.blocks import Kronecker, parts
+from xkfac.curvature.estimate import Estimate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -30,7 +35,7 @@ def test_saved_memories_come_back_exactly(tmp_path, kind, variant, dtype):
     assert_equal(loaded, memory)
     new = consolidated(net, second, variant)
     new = Estimate(new.curvature, new.coverage, new.examples)
-    extended = memory.extend(net, new, 0.5, 0.5, keep_all=variant in ("xkfac", "cross-layer", "kfac"))
+    extended = memory.extend(net, new, weights=(0.5, 0.5), keep_all=variant in ("xkfac", "cross-layer", "kfac"))
     extended.save(tmp_path / "memory")
     assert_equal(Memory.load(tmp_path / "memory", net), extended)
 
@@ -63,7 +68,7 @@ def test_terms_that_share_a_root_are_saved(tmp_path):
     net, data, _ = make("conv")
     memory = consolidated(net, data, "xkfac")
     same = Estimate(memory.curvature, memory.coverage, memory.examples)
-    extended = memory.extend(net, same, 0.5, 0.5, keep_all=True)
+    extended = memory.extend(net, same, weights=(0.5, 0.5), keep_all=True)
     extended.save(tmp_path / "memory")
     assert_equal(Memory.load(tmp_path / "memory"), extended)
 
@@ -77,16 +82,73 @@ def test_names_with_slashes_are_kept_apart(tmp_path):
     assert_equal(Memory.load(tmp_path / "memory", net), memory)
 
 
-def test_anchors_are_mapped_from_the_file(tmp_path):
+def tensors_of(memory):
+    return [tensor for _, tensor in (*memory.anchor.items(), *memory.curvature.tensors())]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_memories_lie_aligned_row_by_row_in_process_and_from_a_file(tmp_path, variant):
+    """Products round by the addresses and strides of their operands, even where the numbers are equal."""
+    net, first, second = make("mlp" if variant.startswith("cross-layer") else "conv")
+    few = {} if variant == "fine-tuning" else {"draws": 1}
+    memory, new = (consolidated(net, data, variant, **few) for data in (first, second))
+    extended = memory.extend(net, Estimate(new.curvature, new.coverage, new.examples), weights=(0.5, 0.5))
+    for made in (memory, extended):
+        made.save(tmp_path / "memory")
+        for tensor in (*tensors_of(made), *tensors_of(Memory.load(tmp_path / "memory"))):
+            assert tensor.data_ptr() % 64 == 0
+            assert tensor.stride() == torch.empty(tensor.shape).stride()
+
+
+def test_nothing_of_a_loaded_memory_is_mapped_from_its_file(tmp_path):
+    """Guards a fault: writing to the file changed the curvature in use, and cutting it off ended the process."""
     net, data, _ = make("mlp")
-    consolidated(net, data, "diagonal").save(tmp_path / "memory")
-    loaded = Memory.load(tmp_path / "memory")
-    maps = Path("/proc/self/maps").read_text()
-    ranges = [line.split()[0].split("-") for line in maps.splitlines() if line.endswith(str(tmp_path / "memory"))]
-    for _, tensor in (*loaded.anchor.items(), *loaded.curvature.tensors()):
-        assert any(int(start, 16) <= tensor.data_ptr() < int(stop, 16) for start, stop in ranges)
-    loaded.anchor["0"].zero_()
-    assert float(Memory.load(tmp_path / "memory").anchor["0"].abs().sum()) > 0
+    path = tmp_path / "memory"
+    memory = consolidated(net, data, "diagonal")
+    memory.save(path)
+    loaded = Memory.load(path)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert_equal(loaded, memory)
+    with path.open("r+b") as file:
+        file.truncate(10)
+    assert_equal(loaded, memory)
+
+
+def test_the_digest_is_checked_on_what_is_kept(tmp_path, monkeypatch):
+    """A file that is written to while it is read is refused, or what was read before is kept as it was."""
+    net, data, _ = make("mlp")
+    path = tmp_path / "memory"
+    memory = consolidated(net, data)
+    memory.save(path)
+    checked = storage._digest
+
+    def overwritten(*content):
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+        return checked(*content)
+
+    monkeypatch.setattr(storage, "_digest", overwritten)
+    assert_equal(Memory.load(path), memory)
+    monkeypatch.undo()
+    with pytest.raises(MemoryFileError):
+        Memory.load(path)
+
+
+def test_a_loaded_memory_gives_the_bits_of_the_one_in_process_wherever_its_tensors_are_in_the_file(tmp_path):
+    """Guards a fault: products of a mapped root of 129 numbers were rounded by its place in the file."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
+    data = [(torch.randn(16, 20), torch.randint(0, 10, (16,))) for _ in range(3)]
+    memory = consolidated(net, data, "xkfac", draws=1)
+    penalties, extended, _ = learn(net, memory, data, steps=3)
+    for zeros in (8, 16):  # the header is longer by as much, and one of the two has the root at an odd multiple of 8
+        moved = dataclasses.replace(memory, examples=10**zeros)
+        moved.save(tmp_path / "memory")
+        found, again, _ = learn(net, Memory.load(tmp_path / "memory"), data, steps=3)
+        assert torch.equal(found, penalties)
+        assert_equal(dataclasses.replace(again, examples=extended.examples), extended)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
@@ -251,51 +313,202 @@ def without(key):
     return lambda description, tensors: description.pop(key)
 
 
+def unit(**changes):
+    return lambda description, tensors: description["units"][0].update(changes)
+
+
 CONTRADICTIONS = {
-    "no method": without("method"),
-    "no blocks": without("blocks"),
-    "no roots": without("roots"),
+    **{
+        f"no {key}": without(key)
+        for key in ("method", "blocks", "roots", "tasks", "examples", "exclude", "rows", "joint")
+    },
     "unknown block": lambda d, t: d["blocks"].update({"0": "tucker"}),
+    "another block": lambda d, t: d["blocks"].update({"0": "diagonal"}),
     "blocks as a list": lambda d, t: d.update(blocks=[]),
     "unknown setting": lambda d, t: d["method"]["settings"].update(magic=1),
     "bad setting": lambda d, t: d["method"]["settings"].update(kind="magic"),
+    "draws that are true": lambda d, t: d["method"]["settings"].update(draws=True),
+    "no settings": lambda d, t: d["method"].pop("settings"),
+    "method without a penalty": lambda d, t: d["method"].update(penalised=False),
     "unknown likelihood": lambda d, t: d["likelihood"].update(name="magic"),
-    "unknown unit field": lambda d, t: d["units"][0].update(magic=1),
+    "likelihood without arguments": lambda d, t: d["likelihood"].pop("arguments"),
+    "likelihood of a variance": lambda d, t: d["likelihood"].update(arguments={"variance": 1.0}),
+    "variance that is infinite": lambda d, t: d.update(
+        likelihood={"name": "gaussian", "arguments": {"variance": math.inf}}
+    ),
+    "unknown unit field": unit(magic=1),
+    "unit without a name": lambda d, t: d["units"][0].pop("name"),
+    "unit of an unknown kind": unit(kind="magic"),
+    "unit of another kind": unit(kind="free"),
+    "unit with a geometry": unit(convolution={"kernel": [3], "stride": [1], "padding": [[0, 0]], "dilation": [1]}),
+    "unit without a weight": unit(weight=None),
+    "weight as a list": unit(weight=["0.weight"]),
+    "bias of another unit": unit(bias="3.bias"),
+    "unit called never": unit(calls=0),
     "one unit fewer": lambda d, t: d["units"].pop(),
+    "one unit twice": lambda d, t: d["units"].append(d["units"][0]),
     "one block fewer": lambda d, t: d["blocks"].pop("0"),
-    "other shape": lambda d, t: d["units"][0].update(shape=[1, 7, 7]),
+    "other shape": unit(shape=[1, 7, 7]),
+    "shape of two": unit(shape=[8, 7]),
     "units as a number": lambda d, t: d.update(units=3),
+    "rows as a table": lambda d, t: d.update(rows={}),
+    "row of an unknown unit": lambda d, t: d["rows"][0].update(unit="9"),
+    "row of a negative size": lambda d, t: d["rows"][0].update(size=-1),
+    "tasks as a list": lambda d, t: d.update(tasks=[1]),
+    "no task": lambda d, t: d.update(tasks=0),
+    "half a task": lambda d, t: d.update(tasks=0.5),
+    "examples as a text": lambda d, t: d.update(examples="24"),
+    "exclude as a text": lambda d, t: d.update(exclude="head"),
+    "exclude of numbers": lambda d, t: d.update(exclude=[1]),
+    "flipped roots": lambda d, t: d.update(roots=True),
+    "roots as a number": lambda d, t: d.update(roots=0),
+    "joint of nothing": lambda d, t: d.update(joint={"units": [], "rows": [], "columns": []}),
+    "calibration as a list": lambda d, t: d.update(calibration=[]),
+    "calibration of texts": lambda d, t: d.update(
+        calibration={"scale": "2", "radius": 1.0, "curve": [], "examples": 3}
+    ),
+    "calibration of a number too large": lambda d, t: d.update(
+        calibration={"scale": 10**400, "radius": 1.0, "curve": [], "examples": 3}
+    ),
     "no anchor": lambda d, t: t.pop("anchor/0"),
     "no factor": lambda d, t: t.pop("curvature/0/left.0"),
     "no factors": lambda d, t: [t.pop(f"curvature/0/{part}") for part in ("left.0", "right.0", "left.1", "right.1")],
     "odd triangle": lambda d, t: t.update({"curvature/0/left.0": torch.ones(1, 29)}),
     "smaller factor": lambda d, t: t.update({"curvature/0/left.1": torch.ones(1, 21)}),
     "other anchor": lambda d, t: t.update({"anchor/0": torch.ones(1, 8, 6)}),
+    "negative factor": lambda d, t: t["curvature/0/right.0"].neg_(),
+    "factor that is no Gram matrix": lambda d, t: t["curvature/0/right.0"][:, 1].fill_(1e6),
+    "one dtype more": lambda d, t: t.update({"curvature/0/left.0": t["curvature/0/left.0"].double()}),
+    "another dtype": lambda d, t: t.update({name: tensor.long() for name, tensor in t.items()}),
+    "rounded anchor": lambda d, t: t.update({"anchor/0": t["anchor/0"].bfloat16()}),
 }
 
 
 @pytest.mark.parametrize("change", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
-def test_a_header_that_does_not_fit_its_tensors_is_refused(tmp_path, change):
-    net, data, _ = make("mlp")
-    path = tmp_path / "memory"
-    consolidated(net, data).save(path)
-    description, tensors = storage.read(path)
+def test_a_header_that_does_not_fit_its_tensors_is_refused(tmp_path, contents, change):
+    description, tensors = contents("xkfac", "mlp", form="paper")
     change(description, tensors)
-    storage.write(path, description, tensors)
+    storage.write(tmp_path / "memory", description, tensors)
     with pytest.raises(
         MemoryFileError, match=r"'.*memory' is damaged: .* does not describe its tensors .*make it again"
-    ):
-        Memory.load(path)
+    ) as caught:
+        Memory.load(tmp_path / "memory")
+    assert "\n" not in str(caught.value)
 
 
-def test_factors_across_layers_of_another_size_are_refused(tmp_path):
-    net, data, _ = make("mlp")
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    """Return a function that gives the description and the tensors of a memory's file, new ones each time."""
+    path = tmp_path_factory.mktemp("contents") / "memory"
+
+    @functools.cache
+    def made(variant, kind, dtype, **options):
+        net, data, _ = make(kind)
+        few = {} if variant == "fine-tuning" else {"draws": 1}
+        consolidated(net, data, variant, **few, **options).save(path, dtype)
+        return storage.read(path)
+
+    def get(variant, kind, dtype=None, **options):
+        description, tensors = made(variant, kind, dtype, **options)
+        return copy.deepcopy(description), {name: tensor.clone() for name, tensor in tensors.items()}
+
+    return get
+
+
+def leaves(value, path=()):
+    """Yield the path of every table, list, text and number of a description."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield from leaves(part, (*path, key))
+
+
+def kind_of(value):
+    return "number" if type(value) in (int, float) else type(value)
+
+
+FORGED = [("mean-hierarchical", "conv"), ("cross-layer-mean", "mlp"), ("corrected", "conv"), ("unmerged", "mlp")]
+
+
+@pytest.mark.parametrize(("variant", "kind"), FORGED[:2])
+def test_every_field_of_another_type_is_refused(tmp_path, contents, variant, kind):
+    """One error, whatever stands where something else is expected; nothing of another type is taken."""
+    original, tensors = contents(variant, kind)
+    original["calibration"] = {"scale": 2.0, "radius": 1.0, "curve": [{"predicted": 0.1, "real": 0.2}], "examples": 3}
     path = tmp_path / "memory"
-    consolidated(net, data, "cross-layer").save(path)
-    description, tensors = storage.read(path)
-    storage.write(path, description, {**tensors, "joint/right.0": torch.ones(1, 3)})
+    taken, refused = [], 0
+    for place in [place for place in leaves(original) if place]:
+        *way, key = place
+        inner = functools.reduce(operator.getitem, way, original)
+        right = inner[key]
+        for value in ([], {}, "text", None, True, -1.5):
+            if kind_of(right) == kind_of(value):
+                continue
+            inner[key] = value
+            try:
+                fileformat.rebuilt(original, tensors)
+            except (LookupError, TypeError, ValueError):
+                refused += 1
+            else:
+                taken.append((key, value))
+        inner[key] = right
+    assert refused > 300
+    # What may be left out, or be a text in place of nothing, is all that is taken.
+    names = {"weight", "bias", "norm", "calibration", "draws", "arguments"}
+    assert [(name, value) for name, value in taken if name not in names or value not in (None, "text")] == []
+    storage.write(path, original, tensors)
+    assert Memory.load(path).calibration.scale == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("variant", "kind"), [*FORGED, ("diagonal", "mlp"), ("xkfac", "mlp")])
+def test_every_tensor_of_another_shape_dtype_or_name_is_refused(contents, variant, kind, dtype):
+    description, original = contents(variant, kind, dtype)
+    fileformat.rebuilt(description, original)
+    for name, tensor in original.items():
+        forged = {
+            "longer": {name: torch.cat([tensor, tensor[..., :1]], -1)},
+            "shorter": {name: tensor[..., :-1]},
+            "more": {name: torch.cat([tensor, tensor[:1]])},
+            "flat": {name: tensor.flatten()},
+            "deeper": {name: tensor[None]},
+            "none": {name: tensor[:0]},
+            "dtype": {name: tensor.double()},
+            "whole": {name: tensor.long()},
+            "renamed": {f"{name}x": tensor},
+            "left over": {name: tensor, f"{name}.9": tensor},
+        }
+        for change in forged.values():
+            rest = {other: one for other, one in original.items() if other != name}
+            with pytest.raises((LookupError, TypeError, ValueError)):
+                fileformat.rebuilt(description, {**rest, **change})
+
+
+@pytest.mark.parametrize(
+    ("variant", "tensor", "sentence"),
+    [
+        ("corrected", "curvature/0/left", "the eigenvectors of unit '0' are none"),
+        ("corrected", "curvature/0/scales", "the curvature of unit '0' is negative"),
+        ("corrected", "curvature/0/left_values", "the curvature of unit '0' is negative"),
+        ("diagonal", "curvature/3/values", "the curvature of unit '3' is negative"),
+        ("cross-layer", "joint/right.0", "the factors across layers are not positive semi-definite"),
+        ("unmerged", "anchor/1", "a sigma of unit '1' is not positive"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(contents, variant, tensor, sentence):
+    description, tensors = contents(variant, "mlp")
+    tensors[tensor] = -tensors[tensor] if tensors[tensor].min() >= 0 or "joint" in tensor else 2 * tensors[tensor]
+    if tensor == "anchor/1":
+        tensors[tensor][..., 3] = 0
+    with pytest.raises(ValueError, match=sentence):
+        fileformat.rebuilt(description, tensors)
+
+
+def test_factors_across_layers_of_another_size_are_refused(tmp_path, contents):
+    description, tensors = contents("cross-layer", "mlp")
+    storage.write(tmp_path / "memory", description, {**tensors, "joint/right.0": torch.ones(1, 3)})
     with pytest.raises(MemoryFileError, match="factors across layers are of another size"):
-        Memory.load(path)
+        Memory.load(tmp_path / "memory")
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from torch import nn
 import xkfac
 from tests.setups import randomise
 from xkfac.errors import MismatchError
-from xkfac.merging import INTERPRETATIONS, Reading, anchor_of, bind
-from xkfac.renorm import BatchRenorm1d, BatchRenorm2d
-from xkfac.units import find_units
+from xkfac.model.merged_weight import INTERPRETATIONS, Reading, anchor_of, bind
+from xkfac.model.renorm import BatchRenorm1d, BatchRenorm2d
+from xkfac.model.units import find_units
 
 CASES = {
     "linear": lambda: (nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), (7, 4)),

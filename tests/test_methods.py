@@ -6,8 +6,8 @@ import pytest
 
 import xkfac
 from xkfac import METHODS, Method, Settings, XkfacError
-from xkfac.merging import INTERPRETATIONS
 from xkfac.methods import get_method
+from xkfac.model.merged_weight import INTERPRETATIONS
 
 
 def test_the_table_names_its_methods():
@@ -31,7 +31,7 @@ def test_the_table_names_its_methods():
 def test_xkfac_is_the_papers_method_in_the_mean_form():
     method = METHODS["xkfac"]
     assert method.settings == Settings("xkfac", "mean", "paper", "sampled", None, "batch", False)
-    assert (method.interpretation, method.recentre, method.merge, method.units) == ("brn", True, True, True)
+    assert (method.interpretation, method.recentre, method.merge, method.per_parameter) == ("brn", True, True, False)
     assert (method.penalised, method.fixed_bn) == (True, False)
 
 
@@ -164,9 +164,17 @@ def test_bad_values_are_refused(option, value, sentence):
             {"interpretation": "brn"},
             "interpretation='brn' has no mini-batch .*; pass interpretation='eval'",
         ),
-        ("xkfac", {"units": False}, "units=False penalises every parameter by itself, .*; pass kind='diagonal'"),
-        ("unmerged", {"units": False}, "units=False penalises every parameter by itself, .*; pass kind='diagonal'"),
-        ("ewc", {"kind": "kfac"}, "units=False penalises every parameter by itself, which has no kfac factors"),
+        (
+            "xkfac",
+            {"per_parameter": True},
+            "per_parameter=True penalises every parameter by itself, .*; pass kind='diagonal'",
+        ),
+        (
+            "unmerged",
+            {"per_parameter": True},
+            "per_parameter=True penalises every parameter by itself, .*; pass kind='diagonal'",
+        ),
+        ("ewc", {"kind": "kfac"}, "per_parameter=True penalises every parameter by itself, which has no kfac factors"),
         ("fine-tuning", {"form": "paper"}, "penalised=False has no curvature, so its options have no effect"),
         ("fine-tuning", {"merge": False}, "penalised=False has no curvature, so its options have no effect"),
         ("xkfac", {"labels": "exact", "draws": 2}, "draws=2 goes with labels='sampled', not 'exact'"),

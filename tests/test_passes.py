@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import xkfac
 from xkfac.errors import XkfacError
-from xkfac.passes import batches, device_of, norms_of, set_mode, untouched, unwrap
+from xkfac.model.merged_weight import recentre
+from xkfac.model.passes import batches, device_of, norms_of, set_mode, untouched, unwrap
 
 CPU = torch.device("cpu")
 
@@ -159,7 +160,7 @@ def test_recentring_changes_norms_and_nothing_else():
     net, data = network(), loader()
     but = moved_by_recentring(net)
     before, old = trace_of(net, but), {name: net.state_dict()[name].clone() for name in but}
-    xkfac.recentre(net, data)
+    recentre(net, data)
     assert_same(before, trace_of(net, but))
     assert all(not torch.equal(net.state_dict()[name], value) for name, value in old.items())
 
@@ -178,7 +179,7 @@ class Fails(nn.Module):
 
 @pytest.mark.parametrize("error", [ValueError("lost"), KeyboardInterrupt(), Stop()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("where", ["loader", "forward"])
-@pytest.mark.parametrize("work", [xkfac.estimate, xkfac.recentre])
+@pytest.mark.parametrize("work", [xkfac.estimate, recentre])
 def test_a_pass_that_is_interrupted_leaves_no_trace(error, where, work):
     net = network()
     data = loader()
@@ -320,7 +321,7 @@ def test_compiled_parts_run_as_written_so_that_hooks_see_them():
     assert len(ran) == 1
     units = xkfac.find_units(net, data[0]).units
     assert [(unit.name, unit.norm) for unit in units] == [("0", "1._orig_mod.0"), ("3", None)]
-    xkfac.recentre(net, data)
+    recentre(net, data)
     assert torch.allclose(unwrap(net[1])[0].running_mean, mean, atol=1e-6)
     assert len(ran) == 1
     net(data[0])

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests import oracles
-from xkfac.factors import unit_inputs
-from xkfac.patches import Axis, Patches, unroll
-from xkfac.tracing import Convolution
-from xkfac.units import find_units
+from xkfac.curvature.moments import unit_inputs
+from xkfac.curvature.patches import Axis, Patches, unroll
+from xkfac.model.tracing import Convolution
+from xkfac.model.units import find_units
 
 
 @settings(max_examples=40, deadline=None)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import xkfac
-from xkfac.patterns import excluded_names, patterns_for
+from xkfac.model.patterns import excluded_names, patterns_for
 
 
 def nested(*paths):

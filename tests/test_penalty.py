@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.setups import Everything, data, mlp, move, randomise
-from xkfac import Curvature, Penalty, estimate
+from xkfac import estimate
+from xkfac.curvature.blocks import Corrected, Diagonal, KhatriRao, Kronecker, Term
+from xkfac.curvature.operator import Curvature
 from xkfac.errors import MismatchError
-from xkfac.kronecker import Corrected, Diagonal, KhatriRao, Kronecker, Term
-from xkfac.merging import INTERPRETATIONS, Reading, anchor_of, bind
-from xkfac.passes import norms_of
+from xkfac.model.merged_weight import INTERPRETATIONS, Reading, anchor_of, bind
+from xkfac.model.passes import norms_of
+from xkfac.penalty.quadratic import Penalty
 
 CURVATURES = {
     "paper": {},

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from tests.setups import randomise
-from xkfac import recentre, to_renorm
+from xkfac import to_renorm
 from xkfac.errors import UnitError, XkfacError
-from xkfac.merging import anchor_of
-from xkfac.passes import norms_of
-from xkfac.units import find_units
+from xkfac.model.merged_weight import anchor_of, recentre
+from xkfac.model.passes import norms_of
+from xkfac.model.units import find_units
 
 
 class Nested(nn.Module):

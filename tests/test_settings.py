@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xkfac
 from tests.setups import Everything, data, randomise, target
-from xkfac.deviations import Deviations
-from xkfac.patches import Patches
-from xkfac.tracing import Convolution
-from xkfac.units import Unit
+from xkfac.curvature.input_moments import Deviations
+from xkfac.curvature.patches import Patches
+from xkfac.model.tracing import Convolution
+from xkfac.model.units import Unit
 
 PATHS = ("", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 NEW_SETTINGS = hasattr(torch.backends, "fp32_precision")

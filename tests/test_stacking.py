@@ -7,10 +7,10 @@ from torch import nn
 from tests.setups import data, randomise
 from tests.test_penalty import CURVATURES
 from xkfac import estimate
-from xkfac.kronecker import Kronecker, Term
-from xkfac.merging import bind
-from xkfac.stacking import Group, Products, Rounded, Stack, group, in_bfloat16
-from xkfac.units import find_units
+from xkfac.curvature.blocks import Kronecker, Term
+from xkfac.model.merged_weight import bind
+from xkfac.model.units import find_units
+from xkfac.penalty.layout import Group, Products, Rounded, Stack, group, in_bfloat16
 
 
 class Alike(nn.Module):

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.setups import data, gradients, mlp, move, started, target
 from xkfac import Balance, Calibration, Learner, consolidate
-from xkfac.divergence import INTERVAL
 from xkfac.errors import MismatchError, NotFiniteError, XkfacError, XkfacWarning
+from xkfac.learning.divergence import INTERVAL
 
 
 def test_finish_refuses_a_task_without_objective():

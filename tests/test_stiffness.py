@@ -7,7 +7,7 @@ import torch
 
 import xkfac
 from tests.setups import data, mlp, randomise, started, target
-from xkfac.stiffness import stiffness
+from xkfac.penalty.stiffness import stiffness
 
 
 def test_the_stiffness_of_a_quadratic_is_its_largest_eigenvalue_and_nothing_moves():

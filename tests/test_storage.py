@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import resource
+import socket
 import stat
 import struct
 import time
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from xkfac import MemoryFileError, storage
+from xkfac import MemoryFileError
+from xkfac import files as storage
 
 DESCRIPTION = {"tasks": 2, "names": ["é", "a/b"], "nested": {"none": None, "number": 0.1}}
 
@@ -274,7 +276,7 @@ def test_a_file_that_may_not_be_read_is_refused(written, monkeypatch):
     def deny(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(storage, "safe_open", deny)
+    monkeypatch.setattr(Path, "open", deny)
     with pytest.raises(MemoryFileError, match=r"cannot be read.*Permission denied"):
         storage.read(written[0])
 
@@ -380,6 +382,62 @@ def test_places_that_take_no_file_are_named(tmp_path):
     with pytest.raises(MemoryFileError, match="could not be written"):
         storage.write(tmp_path / ("n" * 300), {}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_symbolic_link_is_followed_to_what_it_points_to(tmp_path):
+    """Guards a fault: the link was replaced by a file, and what it pointed to stayed as it was."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "links").mkdir()
+    for name, there_before in (("old", True), ("new", False)):
+        target, link = tmp_path / "store" / name, tmp_path / "links" / name
+        if there_before:
+            storage.write(target, {"tasks": 1}, {})
+        link.symlink_to(Path("..") / "store" / name)
+        chain = tmp_path / f"chain-{name}"
+        chain.symlink_to(link)
+        storage.write(chain, DESCRIPTION, some_tensors())
+        assert chain.is_symlink()
+        assert link.is_symlink()
+        assert not target.is_symlink()
+        assert storage.read(target)[0] == storage.read(chain)[0] == DESCRIPTION
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["new", "old"]
+    assert sorted(path.name for path in (tmp_path / "links").iterdir()) == ["new", "old"]
+
+
+def test_links_that_lead_nowhere_are_named(tmp_path):
+    (tmp_path / "lost").symlink_to(tmp_path / "absent" / "file")
+    with pytest.raises(
+        MemoryFileError, match=r"lost' cannot be written: the folder '.*absent' does not exist; make it"
+    ):
+        storage.write(tmp_path / "lost", {}, {})
+    (tmp_path / "one").symlink_to(tmp_path / "two")
+    (tmp_path / "two").symlink_to(tmp_path / "one")
+    with pytest.raises(MemoryFileError, match=r"one' could not be written .*symbolic links"):
+        storage.write(tmp_path / "one", {}, {})
+    (tmp_path / "folder").symlink_to(tmp_path)
+    with pytest.raises(MemoryFileError, match="it is a folder; name a file in it"):
+        storage.write(tmp_path / "folder", {}, {})
+    assert all(path.is_symlink() for path in tmp_path.iterdir())
+
+
+def test_pipes_sockets_and_devices_are_refused_and_stay_as_they_are(tmp_path):
+    """Guards a fault: they were replaced by a file."""
+    os.mkfifo(tmp_path / "pipe")
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(tmp_path / "socket"))
+    listening.close()
+    (tmp_path / "link").symlink_to("/dev/null")
+    before = {path: path.lstat() for path in tmp_path.iterdir()}
+    for name, what in (("pipe", "pipe"), ("socket", "socket"), ("link", "device")):
+        with pytest.raises(MemoryFileError) as caught:
+            storage.write(tmp_path / name, {}, some_tensors())
+        assert str(caught.value) == (
+            f"'{tmp_path / name}' cannot be written: it is a {what}, which holds no memory; name a regular file"
+        )
+    assert {path: path.lstat() for path in tmp_path.iterdir()} == before
+    with pytest.raises(MemoryFileError, match="'/dev/null' cannot be written: it is a device"):
+        storage.write("/dev/null", {}, {})
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
 
 
 def test_reading_and_writing_use_no_pickle(tmp_path, monkeypatch):

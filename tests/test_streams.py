@@ -8,7 +8,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import xkfac
 from tests.setups import data, mlp
-from xkfac import curvature, draws, streams
+from xkfac.curvature import labels as draws
+from xkfac.curvature import operator as curvature
+from xkfac.model import streams
 
 
 class Source(IterableDataset):

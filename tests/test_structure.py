@@ -331,4 +331,4 @@ def test_extend_compares_convolutions_too():
     memory = consolidate(model, data(**IMAGES))
     model.second.stride = (1, 1)
     with pytest.raises(MismatchError, match="stride 1x1 now and with 2x2"):
-        memory.extend(model, estimate(model, data(**IMAGES)), 0.5, 0.5)
+        memory.extend(model, estimate(model, data(**IMAGES)), weights=(0.5, 0.5))

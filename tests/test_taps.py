@@ -9,9 +9,9 @@ from torch import nn
 
 from tests.setups import mlp, randomise, started, target
 from tests.test_stacking import Alike
-from xkfac.merging import bind
-from xkfac.taps import Tap
-from xkfac.units import find_units
+from xkfac.model.merged_weight import bind
+from xkfac.model.units import find_units
+from xkfac.penalty.bn_taps import Tap
 
 
 def tapped(shape, interpretation="bn"):

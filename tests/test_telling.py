@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch.distributions import Normal
 
-from xkfac import MismatchError, TaskTeller, XkfacError
+from xkfac import MismatchError, XkfacError
+from xkfac.experiments.runs.task_inference import TaskTeller
 
 
 def taught(*tasks, floor=0.1):

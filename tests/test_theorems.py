@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests import oracles
-from xkfac.kronecker import Kronecker, Term
+from xkfac.curvature.blocks import Kronecker, Term
 
 
 def bn_net(widths=(3, 4, 3, 2)):

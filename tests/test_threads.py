@@ -10,7 +10,8 @@ from torch import nn
 
 import xkfac
 from tests.setups import data, mlp, target
-from xkfac import passes
+from xkfac.model import passes
+from xkfac.model.merged_weight import recentre
 
 REFUSED = (
     "another thread is running a pass over this model and has changed its flags until it is done; wait for it, or give "
@@ -76,7 +77,7 @@ def test_a_second_thread_is_refused(held, call, part):
     work = {
         "consolidate": lambda: xkfac.consolidate(shares, data()),
         "find_units": lambda: xkfac.find_units(shares, data()[0]),
-        "recentre": lambda: xkfac.recentre(shares, target()),
+        "recentre": lambda: recentre(shares, target()),
         "begin": lambda: learner.begin(target()),
         "calibrate": lambda: xkfac.calibrate(shares, memory, data()),
     }[call]

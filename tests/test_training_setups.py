@@ -15,7 +15,7 @@ import xkfac
 from tests.setups import bare, data, gradients, mlp, move, randomise, started, target
 from xkfac import Balance, Learner, consolidate
 from xkfac.errors import XkfacError
-from xkfac.merging import INTERPRETATIONS
+from xkfac.model.merged_weight import INTERPRETATIONS
 
 METHODS = ["xkfac", "unmerged", "fixed-bn", "ewc"]
 

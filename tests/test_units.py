@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 import xkfac
 from tests.unit_checks import N, Net, assert_partition, assert_replays, find, pair, randomise_norms, summary, weight
+from xkfac.model.units import Unit
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 NORMS = {
@@ -73,13 +74,13 @@ def test_a_norm_on_its_own_is_a_unit_of_single_weights(shape, kind):
     net = randomise_norms(nn.Sequential(nn.ReLU(), norm)).double()
     x = torch.randn(*shape, dtype=torch.float64)
     coverage = xkfac.find_units(net, x)
-    assert coverage.units == (xkfac.Unit("1", "norm", (4, 1, 2), norm="1"),)
+    assert coverage.units == (Unit("1", "norm", (4, 1, 2), norm="1"),)
     assert_replays(net, x, coverage.units)
 
 
 def test_a_bare_module_is_a_network():
-    assert find(nn.BatchNorm1d(4)).units == (xkfac.Unit("weight", "norm", (4, 1, 2), norm=""),)
-    assert find(nn.Linear(4, 2)).units == (xkfac.Unit("weight", "linear", (1, 2, 5), "weight", "bias"),)
+    assert find(nn.BatchNorm1d(4)).units == (Unit("weight", "norm", (4, 1, 2), norm=""),)
+    assert find(nn.Linear(4, 2)).units == (Unit("weight", "linear", (1, 2, 5), "weight", "bias"),)
 
 
 NOT_MERGED = {
@@ -162,7 +163,7 @@ def test_a_norm_without_beta_is_merged():
     net[1].bias = None
     x = torch.randn(N, 4, dtype=torch.float64)
     coverage = xkfac.find_units(net, x)
-    assert coverage.units == (xkfac.Unit("0", "linear", (1, 4, 5), "0.weight", "0.bias", "1"),)
+    assert coverage.units == (Unit("0", "linear", (1, 4, 5), "0.weight", "0.bias", "1"),)
     assert_partition(net, coverage)
     assert_replays(net, x, coverage.units)
 
@@ -246,7 +247,7 @@ def test_lazy_modules_must_have_run(lazy):
 def test_a_functional_linear_map_of_a_parameter_is_a_unit():
     run = lambda m, x: m.bn(F.linear(x, bias=m.b, weight=m.w))  # noqa: E731
     net = Net(run, w=weight(3, 4), b=weight(3), bn=nn.BatchNorm1d(3))
-    assert find(net).units == (xkfac.Unit("w", "linear", (1, 3, 5), "w", "b", "bn"),)
+    assert find(net).units == (Unit("w", "linear", (1, 3, 5), "w", "b", "bn"),)
 
 
 def test_a_forward_function_says_how_the_network_runs():

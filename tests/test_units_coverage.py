@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 
 import xkfac
 from tests.unit_checks import N, Net, find, pair, summary, weight
-from xkfac.units import parameters_of
+from xkfac.model.units import Unit, parameters_of
 
 
 class Standardised(nn.Conv1d):
@@ -70,7 +70,7 @@ FREE = {
 def test_parameters_outside_linear_maps_are_free(make, shape):
     net = make()
     coverage = find(net, *shape)
-    expected = [xkfac.Unit(n, "free", (1, 1, p.numel()), weight=n) for n, p in net.named_parameters()]
+    expected = [Unit(n, "free", (1, 1, p.numel()), weight=n) for n, p in net.named_parameters()]
     assert list(coverage.units) == expected
     assert all(row.note == "" for row in coverage.rows)
 
@@ -116,8 +116,8 @@ def test_without_merging_a_layer_and_its_norm_are_two_units_and_without_units_al
     split = {"0": ("linear", None), "1": ("unmerged", "1"), "3": ("linear", None)}
     coverage = find(net, merge=False)
     assert summary(coverage) == split
-    assert coverage.units[1] == xkfac.Unit("1", "unmerged", (coverage.units[0].shape[1], 1, 4), norm="1")
-    assert summary(find(net, units=False)) == {name: ("free", None) for name, _ in net.named_parameters()}
+    assert coverage.units[1] == Unit("1", "unmerged", (coverage.units[0].shape[1], 1, 4), norm="1")
+    assert summary(find(net, per_parameter=True)) == {name: ("free", None) for name, _ in net.named_parameters()}
 
 
 def test_the_table_shows_every_parameter():

@@ -10,9 +10,10 @@ from torch import nn
 import xkfac
 from tests.memories import assert_equal
 from tests.setups import Everything, data, mlp, move, randomise, target
-from xkfac.merging import INTERPRETATIONS, bind, recentre
-from xkfac.passes import norms_of
-from xkfac.renorm import _BatchRenorm
+from xkfac.model.merged_weight import INTERPRETATIONS, bind, recentre
+from xkfac.model.passes import norms_of
+from xkfac.model.renorm import _BatchRenorm
+from xkfac.model.units import Unit
 
 DOUBLE = torch.float64
 
@@ -271,7 +272,7 @@ def test_the_four_numbers_are_the_merged_affine_map_taken_apart(name, interpreta
     net, (x,) = build(name, (5,))
     for place in map(int, norms_of(net)):
         h = copy.deepcopy(net).train()[:place](x)
-        units = [xkfac.Unit(name, kind, (h.shape[1], 1, size), norm=str(place))
+        units = [Unit(name, kind, (h.shape[1], 1, size), norm=str(place))
                  for name, kind, size in (("map", "norm", 2), ("numbers", "unmerged", 4))]  # fmt: skip
         bound = bind(net, units)
         reading = None if interpretation == "eval" else bound["map"].read(h, interpretation)
@@ -415,7 +416,7 @@ def test_a_memory_does_not_go_with_another_network_or_with_merged_curvature():
     with pytest.raises(xkfac.MismatchError, match="unit '1': the memory's merged weight is 5x1x4, the model's 7x1x4"):
         memory.check(other)
     with pytest.raises(xkfac.MismatchError, match=r"unit '1' is norm \[5, 1, 2\] .* now and was unmerged \[5, 1, 4\]"):
-        memory.extend(net, xkfac.estimate(net, data(), exclude=["0", "3"]), 0.5, 0.5)
+        memory.extend(net, xkfac.estimate(net, data(), exclude=["0", "3"]), weights=(0.5, 0.5))
 
 
 LINES = {

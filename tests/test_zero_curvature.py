@@ -88,7 +88,7 @@ def test_a_mark_goes_when_a_later_task_has_curvature_there():
         net.side_dead.layer.bias.zero_()
     with warnings.catch_warnings():
         warnings.simplefilter("error", xkfac.XkfacWarning)
-        memory = memory.extend(net, xkfac.estimate(net, data()), 0.5, 0.5)
+        memory = memory.extend(net, xkfac.estimate(net, data()), weights=(0.5, 0.5))
     assert "curvature is zero" not in memory.summary()
 
 

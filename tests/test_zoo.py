@@ -11,8 +11,8 @@ from torch import nn
 
 import xkfac
 from tests.unit_checks import assert_partition, assert_replays, randomise_norms
-from xkfac.kronecker import parts
-from xkfac.passes import norms_of
+from xkfac.curvature.blocks import parts
+from xkfac.model.passes import norms_of
 
 # (merged convolutions, convolutions alone, BN alone, linear, free), counted by hand from the architectures.
 NETS = {

@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import xkfac
-from xkfac.factors import unit_gradients, unit_inputs
-from xkfac.merging import bind
-from xkfac.passes import norms_of
-from xkfac.units import Trace, parameters_of, read_call
+from xkfac.curvature.moments import unit_gradients, unit_inputs
+from xkfac.model.merged_weight import bind
+from xkfac.model.passes import norms_of
+from xkfac.model.units import Trace, parameters_of, read_call
 
 N = 5
 

@@ -1,71 +1,57 @@
 """Continual learning for networks with batch normalization by extended Kronecker-factored curvature (XK-FAC)."""
 
-from xkfac.balance import Balance
-from xkfac.calibrating import calibrate
 from xkfac.calibration import Calibration
-from xkfac.curvature import Curvature, Settings
+from xkfac.curvature.estimate import estimate
+from xkfac.curvature.operator import Settings
 from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, UnitError, XkfacError, XkfacWarning
-from xkfac.estimation import Estimate, estimate
-from xkfac.learner import Learner
-from xkfac.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from xkfac.learning.balance import Balance
+from xkfac.learning.calibrator import calibrate
+from xkfac.learning.learner import Learner
 from xkfac.memory import Memory, consolidate
-from xkfac.merging import recentre
 from xkfac.methods import METHODS, Method
-from xkfac.penalty import Penalty
-from xkfac.renorm import BatchRenorm1d, BatchRenorm2d, BatchRenorm3d, to_batchnorm, to_renorm
-from xkfac.tasklayers import (
-    TaskLayer,
-    enter_task,
-    give_task_layers,
-    give_task_norms,
-    load_norm_state,
-    norm_state,
-    using_task,
-)
-from xkfac.telling import TaskTeller
-from xkfac.units import Coverage, Unit, find_units
+from xkfac.model.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from xkfac.model.renorm import BatchRenorm1d, BatchRenorm2d, BatchRenorm3d, to_batchnorm, to_renorm
+from xkfac.model.units import find_units
+from xkfac.task_layers import TaskLayer, enter_task, give_task_layers, give_task_norms, using_task
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "METHODS",
+__all__ = [  # noqa: RUF022, grouped by what they are for
+    # learn without forgetting
+    "consolidate",
+    "Memory",
+    "Learner",
+    "calibrate",
+    "Calibration",
     "Balance",
+    # choose and look into methods
+    "METHODS",
+    "Method",
+    "Settings",
+    "estimate",
+    "find_units",
+    # what outputs mean
+    "Likelihood",
+    "Categorical",
+    "Bernoulli",
+    "Gaussian",
+    # layers that belong to one task
+    "TaskLayer",
+    "give_task_layers",
+    "give_task_norms",
+    "enter_task",
+    "using_task",
+    # batch renormalization
     "BatchRenorm1d",
     "BatchRenorm2d",
     "BatchRenorm3d",
-    "Bernoulli",
-    "Calibration",
-    "Categorical",
-    "Coverage",
-    "Curvature",
-    "Estimate",
-    "Gaussian",
-    "Learner",
-    "Likelihood",
-    "Memory",
-    "MemoryFileError",
-    "Method",
-    "MismatchError",
-    "NotFiniteError",
-    "Penalty",
-    "Settings",
-    "TaskLayer",
-    "TaskTeller",
-    "Unit",
-    "UnitError",
-    "XkfacError",
-    "XkfacWarning",
-    "calibrate",
-    "consolidate",
-    "enter_task",
-    "estimate",
-    "find_units",
-    "give_task_layers",
-    "give_task_norms",
-    "load_norm_state",
-    "norm_state",
-    "recentre",
-    "to_batchnorm",
     "to_renorm",
-    "using_task",
+    "to_batchnorm",
+    # what can go wrong
+    "XkfacError",
+    "UnitError",
+    "NotFiniteError",
+    "MismatchError",
+    "MemoryFileError",
+    "XkfacWarning",
 ]

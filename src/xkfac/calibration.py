@@ -5,11 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from xkfac.errors import XkfacError
-
-Strength = float | Literal["calibrated"]
+from typing import Any
 
 TRUST = 2.0
 """The factor within which the scaled penalty follows the real loss inside the radius."""
@@ -80,20 +76,3 @@ def radius_of(curve: Iterable[CurvePoint], scale: float) -> float:
             break
         radius = point.predicted
     return radius
-
-
-def strength_of(strength: Strength, calibration: Calibration | None) -> float:
-    """Return a factor on the penalty as a number: the scale of a calibration where it is "calibrated".
-
-    Raises XkfacError without a calibration, or for another word.
-    """
-    if not isinstance(strength, str):
-        return strength
-    if strength != "calibrated":
-        raise XkfacError(f"strength is '{strength}'; it must be a number or 'calibrated'")
-    if calibration is None:
-        raise XkfacError(
-            "strength='calibrated' needs a memory that was calibrated; make it with calibrate(model, memory, held_out) "
-            "while source data is there, or give strength as a number"
-        )
-    return calibration.scale

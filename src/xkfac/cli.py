@@ -62,16 +62,24 @@ def main() -> None:
     try:
         app(prog_name="xkfac")
     except XkfacError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
+        _complain(str(error))
         sys.exit(_exit_code(error))
+    except OSError as error:  # of a file that nobody expected to fail
+        what = f"'{error.filename}': " if error.filename else ""
+        _complain(f"{what}{error.strerror or error}")
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
+def _complain(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(text)}")
+
+
 def _exit_code(error: XkfacError) -> int:
     """Return 1 for a run that stopped before its end, and can be gone on with, 2 for all else."""
-    from xkfac.experiments.folder import NotWritten
-    from xkfac.experiments.running import JobsFailed
+    from xkfac.experiments.runs.folder import NotWritten
+    from xkfac.experiments.runs.running import JobsFailed
 
     return 1 if isinstance(error, JobsFailed | NotWritten) else 2
 

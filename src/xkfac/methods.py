@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-from xkfac.curvature import Settings
+from xkfac.curvature.moments import Form, Grouping
+from xkfac.curvature.operator import CurvatureKind, Labels, Settings
 from xkfac.errors import XkfacError
-from xkfac.merging import INTERPRETATIONS, Interpretation
+from xkfac.model.merged_weight import INTERPRETATIONS, Interpretation
+from xkfac.model.passes import Statistics
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Method:
 
     settings: the curvature. penalised: False for plain fine-tuning, which has none.
     merge: a layer and its BN are one unit; False penalises the layer, gamma, beta, mu and sigma one by one.
-    units: False penalises every parameter by itself, and no statistics (plain EWC).
+    per_parameter: every parameter is penalised by itself, and no statistics (plain EWC).
     interpretation: how merged weights are read in training. recentre: whether BN is re-centred at a task's start.
     fixed_bn: gamma, beta and the statistics of every BN stay as they are, and BN runs in evaluation mode.
     fixed_affine: gamma and beta of every BN stay as they are; its statistics follow the batches.
@@ -31,7 +33,7 @@ class Method:
     settings: Settings = field(default_factory=Settings)
     penalised: bool = True
     merge: bool = True
-    units: bool = True
+    per_parameter: bool = False
     interpretation: Interpretation = "brn"
     recentre: bool = True
     fixed_bn: bool = False
@@ -47,7 +49,7 @@ class Method:
         for name in (
             "penalised",
             "merge",
-            "units",
+            "per_parameter",
             "recentre",
             "fixed_bn",
             "own_bn",
@@ -57,6 +59,12 @@ class Method:
             if not isinstance(getattr(self, name), bool):
                 raise XkfacError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         self._check_contradictions()
+
+    @property
+    def follows_target(self) -> bool:
+        """Whether merged weights are protected while the statistics of a shared BN follow the target."""
+        kept = self.fixed_bn or self.fixed_statistics or self.own_bn
+        return self.penalised and not (kept or self.per_parameter)
 
     def _check_contradictions(self) -> None:
         """Raise XkfacError for an option that would have no effect beside another."""
@@ -82,12 +90,12 @@ class Method:
                 "fixed_statistics=True keeps BN in evaluation mode with one set of statistics; pass fixed_bn=False, "
                 "own_bn=False and interpretation='eval'"
             )
-        if not self.units and self.settings.kind != "diagonal":
+        if self.per_parameter and self.settings.kind != "diagonal":
             raise XkfacError(
-                f"units=False penalises every parameter by itself, which has no {self.settings.kind} factors; pass "
-                "kind='diagonal'"
+                f"per_parameter=True penalises every parameter by itself, which has no {self.settings.kind} factors; "
+                "pass kind='diagonal'"
             )
-        if not self.penalised and (self.settings, self.merge, self.units) != (Settings(), True, True):
+        if not self.penalised and (self.settings, self.merge, self.per_parameter) != (Settings(), True, False):
             raise XkfacError("penalised=False has no curvature, so its options have no effect; leave them out")
 
 
@@ -100,7 +108,7 @@ METHODS: dict[str, Method] = {
         Method("diagonal", Settings("diagonal")),
         # Re-centring keeps merged weights and moves gamma, beta, mu and sigma away from anchors of their own.
         Method("unmerged", merge=False, recentre=False),
-        Method("ewc", Settings("diagonal"), merge=False, units=False, interpretation="eval", recentre=False),
+        Method("ewc", Settings("diagonal"), merge=False, per_parameter=True, interpretation="eval", recentre=False),
         Method(
             "fixed-bn",
             Settings("kfac", statistics="population"),
@@ -128,7 +136,28 @@ METHODS: dict[str, Method] = {
 }
 
 
-def get_method(method: str | Method, **changes: Any) -> Method:
+class MethodOptions(TypedDict, total=False):
+    """The fields of a `Method` and of its `Settings` that a call can change, with their types."""
+
+    kind: CurvatureKind
+    form: Form
+    grouping: Grouping
+    labels: Labels
+    draws: int | None
+    statistics: Statistics
+    cross_layer: bool
+    penalised: bool
+    merge: bool
+    per_parameter: bool
+    interpretation: Interpretation
+    recentre: bool
+    fixed_bn: bool
+    own_bn: bool
+    fixed_affine: bool
+    fixed_statistics: bool
+
+
+def get_method(method: str | Method, **changes: Unpack[MethodOptions]) -> Method:
     """Return a method by name, or the given one, with fields of `Method` or `Settings` changed.
 
     Raises XkfacError for an unknown name or field, with the nearest one that exists.
@@ -149,8 +178,9 @@ def get_method(method: str | Method, **changes: Any) -> Method:
             raise XkfacError(
                 f"'{name}' is no option of a method{_nearest(name, known)}; the options are {', '.join(known)}"
             )
-    settings = replace(method.settings, **{k: v for k, v in changes.items() if k in inner})
-    return replace(method, settings=settings, **{k: v for k, v in changes.items() if k in own})
+    given: dict[str, Any] = dict(changes)
+    settings = replace(method.settings, **{k: v for k, v in given.items() if k in inner})
+    return replace(method, settings=settings, **{k: v for k, v in given.items() if k in own})
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -4,9 +4,9 @@ import json
 import math
 from dataclasses import replace
 
-from xkfac.experiments.folder import RunFolder
-from xkfac.experiments.parsing import parse_recipe
-from xkfac.experiments.results import JobResult, LineResults, RunResults
+from xkfac.experiments.recipes.parsing import parse_recipe
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.results import JobResult, LineResults, RunResults
 
 PROVENANCE = {
     "command": "xkfac run paper --folder runs/paper",
@@ -331,7 +331,7 @@ def _shaped(name, i, seed, tasks, epochs, diverged):
 
 def write(run, path):
     """Write a made-up run as the folder that a real one would have left; return the folder."""
-    folder = RunFolder.create(path, run.recipe, {**run.provenance, "place": "cpu", "data": {}})
+    folder = RunFolder.create(path, run.recipe, {**run.provenance, "place": "cpu", "data": None})
     for made in (job for line in run.lines.values() for job in line.jobs if job.accuracy):
         note = folder.job(made.line, made.seed).note
         note("start", line=made.line, seed=made.seed, untrained=made.untrained, tasks=list(made.tasks))

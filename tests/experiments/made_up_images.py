@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 
 from tests.experiments.small_runs import Disk, die
-from xkfac.calibrating import calibrate
-from xkfac.experiments import images
-from xkfac.experiments.backbones import make_backbone
-from xkfac.experiments.folder import RunFolder
-from xkfac.experiments.materials import load_materials
-from xkfac.experiments.parsing import parse_recipe
-from xkfac.experiments.weights import save_source
-from xkfac.experiments.worker import run_job
+from xkfac.experiments.data import images
+from xkfac.experiments.networks.backbones import make_backbone
+from xkfac.experiments.networks.weights import save_source
+from xkfac.experiments.recipes.parsing import parse_recipe
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.run_data import load_materials
+from xkfac.experiments.runs.worker import run_job
+from xkfac.learning.calibrator import calibrate
 
 CLASSES = ("ant", "bee", "cat")
 

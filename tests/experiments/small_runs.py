@@ -7,17 +7,18 @@ import io
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from xkfac import storage
-from xkfac.experiments.courses import Permuted
-from xkfac.experiments.data import load
-from xkfac.experiments.folder import CHECKPOINT, RunFolder
-from xkfac.experiments.parsing import parse_recipe
-from xkfac.experiments.sequence import Sequence
+from xkfac import files as storage
+from xkfac.experiments.data.digits import load
+from xkfac.experiments.recipes.parsing import parse_recipe
+from xkfac.experiments.runs.folder import CHECKPOINT, RunFolder
+from xkfac.experiments.runs.job import Sequence
+from xkfac.experiments.runs.tasks import Permuted
 
 TEXT = """
 name = "small"
@@ -240,5 +241,20 @@ def learn_and_die(run, name, at):
     process = _SERVER.Process(target=mortal, args=(str(run.path), name, at))
     process.start()
     process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+    return process.exitcode != 0
+
+
+def learn_and_be_killed(run, name, moments):
+    """Learn a job in a process of its own, killed at a random moment some events later; return whether it was."""
+    job = run.job(name, 0)
+    before = len(job.events()) + moments.randint(1, 4)
+    process = _SERVER.Process(target=mortal, args=(str(run.path), name, -1))
+    process.start()
+    while process.is_alive() and len(job.events()) < before:
+        time.sleep(0.002)
+    process.join(moments.uniform(0, 0.05))
+    process.kill()
+    process.join()
     assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
     return process.exitcode != 0

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.accuracy_table import AccuracyRow, as_html, as_markdown, as_text
-from xkfac.experiments.results import Spread
+from xkfac.experiments.report.accuracy_table import AccuracyRow, as_html, as_markdown, as_text
+from xkfac.experiments.runs.results import Spread
 
 TASKS = ("ImageNet", "Birds", "Cars", "Flowers")
 # Table 1 of the paper: method, active BN, valid curvature, adaptive alpha, accuracies.

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.data import DataError, stream
+from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.digits import DataError, stream
 
 
 def pictures(count, side, seed=0):

@@ -14,10 +14,10 @@ from torch import nn
 from torchvision import models
 
 import xkfac
-from xkfac.experiments import weights
-from xkfac.experiments.backbones import ManyHeaded, make_backbone
-from xkfac.experiments.library import BackboneError
-from xkfac.experiments.weights import WeightsError, load_source, save_source
+from xkfac.experiments.networks import weights
+from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
+from xkfac.experiments.networks.library import BackboneError
+from xkfac.experiments.networks.weights import WeightsError, load_source, save_source
 
 
 def library_model(name, classes):

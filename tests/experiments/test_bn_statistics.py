@@ -5,11 +5,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.experiments.made_up_images import CLASSES, make_tree
-from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.backbones import make_backbone
-from xkfac.experiments.bn_statistics import estimate_statistics
-from xkfac.experiments.images import load_pictures
-from xkfac.experiments.weights import WeightsError, load_source, save_source
+from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.images import load_pictures
+from xkfac.experiments.networks.backbones import make_backbone
+from xkfac.experiments.networks.bn_statistics import estimate_statistics
+from xkfac.experiments.networks.weights import WeightsError, load_source, save_source
 
 MODEL = "timm:test_resnet"
 

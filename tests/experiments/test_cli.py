@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.experiments import small_runs as small
-from xkfac.experiments import report
-from xkfac.experiments.folder import RunFolder
+from xkfac.experiments.recipes.parsing import parse_recipe
+from xkfac.experiments.report import page as report
+from xkfac.experiments.runs.folder import RunFolder
 
 COMMANDS = ["demo", "run", "pretrain", "tune", "resume", "status", "report", "compare", "inspect", "recipe"]
 
@@ -83,7 +85,13 @@ def test_help_lists_the_commands_and_the_version_is_shown(xkfac):
 
 
 def test_what_is_no_command_or_option_ends_with_2(xkfac):
-    for arguments in (["rum"], ["run"], ["run", "demo", "--job", "x"], ["run", "demo", "-j", "0"]):
+    for arguments in (
+        ["rum"],
+        ["run"],
+        ["run", "demo", "--job", "x"],
+        ["run", "demo", "-j", "0"],
+        ["inspect", "m", "--seed", "9" * 20],
+    ):
         code, out, err = xkfac(*arguments)
         assert (code, out) == (2, "")
         assert "Traceback" not in err
@@ -348,3 +356,82 @@ def test_a_run_survives_whatever_ends_its_processes(xkfac, tmp_path, recipe_file
     for name in run.recipe.lines:
         small.assert_same(run.job(name, 0), unbroken.job(name, 0))
     assert all(job["done"] for job in json.loads((path / "results.json").read_text())["jobs"])
+
+
+@pytest.mark.parametrize("setting", ["defaults.label_smoothing=2", "defaults.head_epochs=-1", "threads=100000"])
+def test_numbers_that_mean_nothing_are_refused_before_anything_is_written(xkfac, recipe_file, tmp_path, setting):
+    key, _, value = setting.rpartition(".")[2].partition("=")
+    assert_complains(xkfac("run", recipe_file, "-o", tmp_path / "run", "-s", setting), 2, f"{key} must be ", value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "/".join(["a" * 200] * 25)])
+def test_a_path_that_is_too_long_is_said_in_one_sentence(xkfac, recipe_file, tmp_path, monkeypatch, finished, path):
+    monkeypatch.chdir(tmp_path)
+    commands = ["run", "recipe", "resume", "status", "report", "inspect"]
+    for arguments in (
+        *([command, path] for command in commands),
+        ["compare", path, path],
+        ["run", recipe_file, "-o", path],
+        ["run", recipe_file, "--data", path],
+        ["tune", recipe_file, "-l", "xkfac", "-o", path],
+        ["demo", "--output", path],
+        ["report", finished[0].path, "-o", path],
+        ["pretrain", path, "w.safetensors", "--data", tmp_path],
+        ["pretrain", "insects", f"{path}.safetensors", "--data", tmp_path],
+    ):
+        assert_complains(xkfac(*arguments), 2, "cannot be used (File name too long); give a shorter one")
+    assert [each.name for each in tmp_path.iterdir()] == [recipe_file.name]
+
+
+def test_toml_that_is_nested_too_deeply_is_said_in_one_sentence(xkfac, recipe_file, tmp_path):
+    recipe_file.write_text("x = " + "[" * 100_000)
+    assert_complains(xkfac("run", recipe_file, "-o", tmp_path / "run"), 2, "small.toml' is nested too deeply")
+    assert_complains(xkfac("pretrain", "a", "b.safetensors", "-s", "x=" + "[" * 100_000), 2, "is nested too deeply")
+
+
+def test_the_figure_that_is_announced_is_the_first_of_the_recipe(xkfac, finished, tmp_path, no_report):
+    name = "z" * 100
+    text = small.TEXT + f'[figures.{name}]\nlines = ["plain"]\n[figures.accuracy]\nlines = ["plain"]\n'
+    run = small.make(tmp_path / "run", parse_recipe(text, "small").only(["plain"]))
+    shutil.copytree(finished[0].job("plain", 0).path, run.job("plain", 0).path)
+    figures = run.path / "report" / "figures"
+    figures.mkdir(parents=True)
+    for stem in (name, "accuracy", "accuracy-forgetting", "matrices"):
+        (figures / f"{stem}.png").touch()
+    code, out, err = xkfac("report", run.path)
+    assert (code, err) == (0, "")
+    assert f"figure: {figures / name}.png\n" in out
+    found = json.loads(xkfac("report", run.path, "--json")[1])["figures"]
+    assert [Path(figure).stem for figure in found] == [name, "accuracy", "accuracy-forgetting", "matrices"]
+
+
+def test_a_figure_name_that_is_too_long_is_refused_before_anything_is_written(xkfac, recipe_file, tmp_path):
+    recipe_file.write_text(f'{small.TEXT}[figures.{"z" * 300}]\nlines = ["plain"]\n')
+    result = xkfac("run", recipe_file, "-o", tmp_path / "run")
+    assert_complains(result, 2, "the figure name 'zzz", "has 300 characters", "it must have at most 100")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_fails_where_nobody_expected_it_is_one_sentence(xkfac, monkeypatch):
+    def fail(path):
+        raise PermissionError(13, "Permission denied", "/some/where")
+
+    monkeypatch.setattr("xkfac.experiments.runs.folder.find_runs", fail)
+    assert_complains(xkfac("status"), 2, "'/some/where': Permission denied")
+
+
+def test_settings_of_a_source_network_that_mean_nothing_are_refused(xkfac, tmp_path):
+    for setting, message in (
+        ("smoothing=2", "smoothing is 2.0; it must be at least 0 and less than 1"),
+        ("epochs=1000000000000", "epochs is 1000000000000; it must be at least 1 and less than 100000"),
+        ("pixels=0", "pixels is 0; it must be at least 1"),
+        ("scale=[2, 3]", "scale is (2.0, 3.0); it must be two shares of the area"),
+        ("validation=1", "validation is 1.0; it must be at least 0 and less than 1"),
+        ("seed=-1", "seed is -1; it must be at least 0"),
+    ):
+        result = xkfac("pretrain", "insects", tmp_path / "w.safetensors", "--data", tmp_path, "-s", setting)
+        assert_complains(result, 2, message)
+    result = xkfac("pretrain", "insects", tmp_path / "w.safetensors", "--data", tmp_path, "--device", "quantum")
+    assert_complains(result, 2, "device is 'quantum'; it must be auto, cpu or cuda")
+    assert not list(tmp_path.iterdir())

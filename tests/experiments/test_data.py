@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xkfac.errors import XkfacError
-from xkfac.experiments import data
-from xkfac.experiments.data import DataError, Part
+from xkfac.experiments.data import digits as data
+from xkfac.experiments.data.digits import DataError, Part
 
 TRAIN, TEST, SHAPE = 50, 10, (3, 4)
 
@@ -427,7 +427,8 @@ def test_digits_are_those_of_scikit_learn_scaled_to_one():
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
     with pytest.raises(DataError, match=r"pip install 'xkfac\[experiments\]'"):
         data.load("digits", None, validation=100)
 

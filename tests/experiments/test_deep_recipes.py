@@ -14,11 +14,11 @@ from torchvision import models, transforms
 
 from tests.experiments import made_up_images as small
 from tests.experiments.small_runs import assert_same, weights
-from xkfac.experiments import report
-from xkfac.experiments.augmentation import Augmentation
-from xkfac.experiments.folder import RunFolder
-from xkfac.experiments.parsing import load_recipe
-from xkfac.experiments.weights import load_source
+from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.networks.weights import load_source
+from xkfac.experiments.recipes.parsing import load_recipe
+from xkfac.experiments.report import page as report
+from xkfac.experiments.runs.folder import RunFolder
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "fine-grained.md"
 # torchvision's compiled operators do not load beside a CPU build of torch; its models do not need them.

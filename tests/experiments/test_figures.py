@@ -12,8 +12,8 @@ import pytest
 
 from tests.experiments import made_up
 from xkfac.errors import XkfacError
-from xkfac.experiments import comparison, drawing, figures, multiples, styles, tables
-from xkfac.experiments.results import JobResult, Spread
+from xkfac.experiments.report import comparison, drawing, figures, multiples, styles, tables
+from xkfac.experiments.runs.results import JobResult, Spread
 
 ROOT2 = math.sqrt(2)
 
@@ -193,7 +193,10 @@ def test_figures_name_every_line(tmp_path):
 
 def test_lines_that_no_figure_shows_have_their_own(tmp_path):
     text = made_up.SMALL.replace('lines = ["xkfac", "kfac", "joint"]', 'lines = ["kfac"]')
-    drawn = figures.draw_all([made_up.run(text, [made_up.job("xkfac"), made_up.job("kfac")])], tmp_path)
+    run = made_up.run(text, [made_up.job("xkfac"), made_up.job("kfac")])
+    drawn = figures.draw_all([run], tmp_path)
+    names = figures.figure_names([run])
+    assert [figure.key for figure in drawn][: len(names)] == names
     other = next(figure for figure in drawn if figure.title == "Other lines")
     assert [key.label for key in other.legend] == ["XK-FAC", "joint training"]
 

@@ -1,6 +1,7 @@
 """The folder of a run: whole at every moment, on a full disk, with damaged files, and held by one process at a time."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -10,10 +11,10 @@ import pytest
 import torch
 
 from tests.experiments import small_runs as small
-from xkfac import storage
-from xkfac.experiments.courses import Permuted
-from xkfac.experiments.folder import JobFolder, NotWritten, RunError, RunFolder, find_runs, write_text
-from xkfac.experiments.sequence import Sequence
+from xkfac import files as storage
+from xkfac.experiments.runs.folder import JobFolder, NotWritten, RunError, RunFolder, find_runs, write_text
+from xkfac.experiments.runs.job import Sequence
+from xkfac.experiments.runs.tasks import Permuted
 
 _SMALLER = ("tasks=2", "epochs=1", "widths=[4]", "batch=48", "average=0", "at=[2]")
 TINY = small.recipe(*(f"defaults.{setting}" for setting in _SMALLER)).only(["kfac"])
@@ -102,7 +103,8 @@ def test_a_run_has_its_recipe_facts_jobs_and_results(unbroken):
     top = {path.name for path in run.path.iterdir()}
     assert top == {"recipe.toml", "run.json", "jobs", "results.json"}
     opened = RunFolder.open(run.path)
-    assert (opened.recipe, opened.facts) == (run.recipe, small.FACTS)
+    digest = hashlib.sha256((run.path / "recipe.toml").read_bytes()).hexdigest()
+    assert (opened.recipe, opened.facts) == (run.recipe, {**small.FACTS, "recipe_sha256": digest})
     collected = json.loads((run.path / "results.json").read_text())
     assert [(job["line"], job["seed"], job["done"]) for job in collected["jobs"]] == [
         ("xkfac", 0, True), ("average", 0, True)
@@ -226,7 +228,7 @@ def test_a_damaged_line_of_events_is_an_error_that_names_the_job(tmp_path, text)
     job = stopped(run.job("xkfac", 0), THREE.lines["xkfac"], 0, 1)
     with (job.path / "events.jsonl").open("a", encoding="latin-1") as file:
         file.write(text)
-    with pytest.raises(RunError, match="is damaged: a line of it is no event") as caught:
+    with pytest.raises(RunError, match=r"events.jsonl' is damaged: line 3 is no (event|JSON); remove") as caught:
         job.result()
     assert f"remove the folder '{job.path}'" in str(caught.value)
 
@@ -291,7 +293,7 @@ def test_a_folder_that_is_no_run_or_a_damaged_one_is_refused(tmp_path):
     ):  # fmt: skip
         good = (run.path / name).read_text()
         (run.path / name).write_text(text)
-        with pytest.raises(RunError, match="is damaged"):
+        with pytest.raises(RunError, match=r"is damaged|was changed since the run began"):
             RunFolder.open(run.path)
         (run.path / name).write_text(good)
     RunFolder.open(run.path)

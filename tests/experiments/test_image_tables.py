@@ -16,9 +16,9 @@ import pytest
 
 from tests.experiments import made_up
 from xkfac import cli
-from xkfac.experiments import figures, image_tables, multiples, tables
-from xkfac.experiments.recipe import Line, Task
-from xkfac.experiments.results import JobResult, Spread, pooled
+from xkfac.experiments.recipes.recipe import Line, Task
+from xkfac.experiments.report import figures, image_tables, multiples, tables
+from xkfac.experiments.runs.results import JobResult, Spread, pooled
 
 ROOT2 = math.sqrt(2)
 

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from tests.experiments.made_up_images import CLASSES, all_of, decodings, load, make_tree, picture, same, zipped
-from xkfac.experiments import images
-from xkfac.experiments.data import DataError
-from xkfac.experiments.images import PictureParts
-from xkfac.experiments.trees import Tree
+from xkfac.experiments.data import images
+from xkfac.experiments.data.digits import DataError
+from xkfac.experiments.data.images import PictureParts
+from xkfac.experiments.data.trees import Tree
 
 
 @pytest.fixture(autouse=True)
@@ -266,9 +266,7 @@ def test_settings_that_make_no_sense_are_refused(tree, settings, message):
 
 
 def test_without_pillow_the_error_says_what_to_install(tree, monkeypatch):
-    from xkfac.experiments import trees
-
-    trees._endings.cache_clear()
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match=r"Pillow .* pip install 'xkfac\[experiments\]'"):
-        Tree.read(tree)
+    monkeypatch.delitem(sys.modules, "PIL.Image")
+    with pytest.raises(DataError, match=r"Pillow .* not installed: pip install 'xkfac\[experiments\]'"):
+        load(tree)

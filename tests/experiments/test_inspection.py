@@ -12,11 +12,11 @@ from tests import memories
 from tests.experiments import small_runs as small
 from xkfac import Memory, MemoryFileError, Settings, XkfacError
 from xkfac.calibration import Calibration, CurvePoint
-from xkfac.experiments import entries, inspection, spectra
-from xkfac.experiments.entries import MeanEntry, approximations, derivable, mean_absolute
-from xkfac.experiments.inspection import calibration_table, facts, inspect_memory, unit_table
-from xkfac.experiments.spectra import Spectrum, effective_rank, largest_eigenvalue
-from xkfac.kronecker import Corrected, Diagonal, Kronecker, Term, eigenbasis
+from xkfac.curvature.blocks import Corrected, Diagonal, Kronecker, Term, eigenbasis
+from xkfac.experiments.inspect import entries, inspection, spectra
+from xkfac.experiments.inspect.entries import MeanEntry, approximations, derivable, mean_absolute
+from xkfac.experiments.inspect.inspection import calibration_table, facts, inspect_memory, unit_table
+from xkfac.experiments.inspect.spectra import Spectrum, effective_rank, largest_eigenvalue
 
 WIDE = torch.float64
 
@@ -239,22 +239,37 @@ def test_kfac_from_the_factors_of_xkfac_is_kfac(kind, variant):
     assert far > 0.01  # the two are not the same in the first place
 
 
-def test_kfac_of_a_memory_of_several_tasks_is_that_of_a_kfac_memory():
+def test_kfac_of_a_memory_that_keeps_all_terms_is_that_of_a_kfac_memory():
     net, first, second = memories.make("mlp", dtype=WIDE)
     options = {"labels": "exact", "dtype": WIDE}
-    for keep_all in (False, True):
-        made = []
-        for method in ("xkfac", "kfac"):
-            memory = xkfac.consolidate(net, first, method, **options)
-            new = xkfac.estimate(net, second, method, **options)
-            made.append(memory.extend(net, new, 0.3, 0.7, keep_all=keep_all))
-        for name, block in made[1].curvature.blocks.items():
-            ours = made[0].curvature.blocks[name]
-            found = approximations(ours, made[0].method.settings)
-            torch.testing.assert_close(Kronecker(found.kfac).dense(), block.dense(), rtol=1e-9, atol=1e-12)
-            torch.testing.assert_close(
-                Kronecker(found.difference).dense(), block.dense() - ours.dense(), rtol=1e-7, atol=1e-11
-            )
+    made = []
+    for method in ("xkfac", "kfac"):
+        memory = xkfac.consolidate(net, first, method, **options)
+        new = xkfac.estimate(net, second, method, **options)
+        made.append(memory.extend(net, new, weights=(0.3, 0.7), keep_all=True))
+    for name, block in made[1].curvature.blocks.items():
+        ours = made[0].curvature.blocks[name]
+        found = approximations(ours, made[0].method.settings)
+        torch.testing.assert_close(Kronecker(found.kfac).dense(), block.dense(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            Kronecker(found.difference).dense(), block.dense() - ours.dense(), rtol=1e-7, atol=1e-11
+        )
+
+
+@pytest.mark.parametrize("method", ["xkfac", "kfac"])
+def test_kfac_of_an_average_of_several_tasks_is_shown_where_it_is_known(tmp_path, method):
+    """The terms of XK-FAC are averaged by weights of their own, so A is not their sum; K-FAC's one term is K-FAC."""
+    net, first, second = memories.make("mlp")
+    memory = xkfac.consolidate(net, first, method)
+    new = xkfac.estimate(net, second, method)
+    for name, keep_all in (("average", False), ("all", True)):
+        memory.extend(net, new, weights=(0.3, 0.7), keep_all=keep_all).save(tmp_path / name)
+    averaged, kept = inspect_memory(tmp_path / "average")["entries"], inspect_memory(tmp_path / "all")["entries"]
+    assert (averaged["kfac"] is None) == (method == "xkfac")
+    assert kept["kfac"] is not None
+    assert ("averages several tasks" in averaged["note"]) == (method == "xkfac")
+    assert "averages" not in kept["note"]
+    assert (averaged["xkfac"] is None) == (kept["xkfac"] is None) == (method == "kfac")
 
 
 def test_what_the_factors_do_not_tell_is_said_and_not_invented():
@@ -312,12 +327,13 @@ def test_the_share_between_examples_is_that_of_the_last_term_of_each_task(run, n
 
 
 def test_the_mean_entries_of_a_memory_are_those_of_all_blocks_together(run):
-    path = memory_of(run, "xkfac")
+    path = memory_of(run, "all")
     memory, found = Memory.load(path), inspect_memory(path)
     dense = {name: [] for name in inspection.NAMES}
     for block in memory.curvature.blocks.values():
-        within, between = block.terms
-        kfac = Kronecker((Term(within.dense_left + between.dense_left, within.right),)).dense()
+        tasks = zip(block.terms[::2], block.terms[1::2], strict=True)
+        terms = [Term(within.dense_left + between.dense_left, within.right) for within, between in tasks]
+        kfac = Kronecker(tuple(terms)).dense()
         for name, matrix in (("kfac", kfac), ("xkfac", block.dense()), ("difference", kfac - block.dense())):
             dense[name].append(matrix.double().abs().flatten())
     for name, parts in dense.items():

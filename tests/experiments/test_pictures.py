@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from tests.experiments import made_up_images as small
 from tests.experiments.small_runs import assert_same, told, weights
-from xkfac.experiments.courses import PictureCourse
-from xkfac.experiments.folder import RunError
-from xkfac.experiments.images import load_pictures
-from xkfac.experiments.running import _in_turn
-from xkfac.experiments.sequence import Sequence
-from xkfac.experiments.training import Stepper
-from xkfac.experiments.worker import run_job
+from xkfac.experiments.data.images import load_pictures
+from xkfac.experiments.runs.folder import RunError
+from xkfac.experiments.runs.job import Sequence
+from xkfac.experiments.runs.running import _in_turn
+from xkfac.experiments.runs.tasks import PictureCourse
+from xkfac.experiments.runs.training import Stepper
+from xkfac.experiments.runs.worker import run_job
 
 LINES = small.recipe().lines
 _SERVER = multiprocessing.get_context("forkserver")
@@ -240,12 +240,15 @@ def test_without_the_single_network_a_balanced_line_does_not_begin(data, loaded,
     run = small.make_run(tmp_path / "run", data)
     with pytest.raises(RunError, match="those of 'single', whose job with seed 4 has not ended; run that line first"):
         run_job(run, "balanced", 4, loaded, 1e9)
-    run.job("single", 4).note("start", untrained=[], tasks=["old", "birds", "cars"])
-    run.job("single", 4).note("epoch", task=1, epoch=0, loss=0.5)  # killed there: a loss, but not the last
+    note = run.job("single", 4).note
+    epoch = {"task": 1, "lr": 0.1, "penalty": None, "validation": 50.0}
+    note("start", line="single", seed=4, untrained=[], tasks=["old", "birds", "cars"])
+    note("task", task=0, accuracy=[50.0], before=None, kept=-1, seconds=0.0)
+    note("epoch", epoch=0, loss=0.5, **epoch)  # killed there: a loss, but not the last
     with pytest.raises(RunError, match="has not ended"):
         run_job(run, "balanced", 4, loaded, 1e9)
-    run.job("single", 4).note("epoch", task=1, epoch=1, loss=None)
-    run.job("single", 4).note("end", diverged=1)
+    note("epoch", epoch=1, loss=None, **epoch)
+    note("end", diverged=1)
     with pytest.raises(RunError, match="needs C_t of task 'birds', which no job of the method 'single' with seed 4"):
         run_job(run, "balanced", 4, loaded, 1e9)
 

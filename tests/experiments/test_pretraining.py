@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision import models
 
-from xkfac import storage
-from xkfac.experiments import pretrainer
-from xkfac.experiments.backbones import ManyHeaded, make_backbone
-from xkfac.experiments.images import PictureParts, Pictures
-from xkfac.experiments.pretrainer import Pretraining, PretrainingError, accuracy
-from xkfac.experiments.pretraining import pretrain
-from xkfac.experiments.weights import load_source
+from xkfac import files as storage
+from xkfac.experiments.data.images import PictureParts, Pictures
+from xkfac.experiments.networks import pretrainer
+from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
+from xkfac.experiments.networks.pretrainer import Pretraining, PretrainingError, accuracy
+from xkfac.experiments.networks.pretraining import pretrain
+from xkfac.experiments.networks.weights import load_source
 
 SMALL = {"model": "timm:test_resnet", "pixels": 32, "epochs": 3, "batch": 8, "lr": 0.1, "warmup": 0.2}
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tests.experiments import made_up
 from tests.experiments import small_runs as small
-from xkfac.experiments.progress import Display, Standing, _duration, epochs_of
+from xkfac.experiments.runs.progress import Display, Standing, _duration, epochs_of
 
 RECIPE = small.recipe().only(["plain", "joint"])
 
@@ -18,10 +18,12 @@ def run(tmp_path):
 
 
 def begin(job, epochs):
-    """Write the events of a job that has passed some epochs of its first task."""
-    job.note("start", untrained=[10.0] * 3)
-    for epoch in range(epochs):
-        job.note("epoch", task=0, epoch=epoch, lr=0.1, loss=1.0, penalty=0.0, validation=50.0)
+    """Write the events of a job that has begun, if it has not, and has passed some epochs more."""
+    passed = len(job.result().epochs)
+    if not job.events():
+        job.note("start", line=job.line, seed=job.seed, untrained=[10.0] * 3)
+    for place in range(passed, passed + epochs):
+        job.note("epoch", task=place // 3, epoch=place % 3, lr=0.1, loss=1.0, penalty=0.0, validation=50.0)
 
 
 def test_epochs_of_a_job_are_those_of_its_stages():

@@ -8,9 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xkfac import METHODS
-from xkfac.experiments.parsing import load_recipe, named_recipes
-from xkfac.experiments.parsing import parse_recipe as parse
-from xkfac.experiments.recipe import JOINT, Data, Figure, Line, Recipe, RecipeError
+from xkfac.experiments.recipes.parsing import load_recipe, named_recipes
+from xkfac.experiments.recipes.parsing import parse_recipe as parse
+from xkfac.experiments.recipes.recipe import (
+    JOINT,
+    Data,
+    Figure,
+    Images,
+    Line,
+    Recipe,
+    RecipeError,
+    Task,
+    without_effect,
+)
 
 ONE = "[lines.one]\n"
 
@@ -61,7 +71,7 @@ def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
         ("early_stopping = 1", ["early_stopping is 1", "true or false"]),
         ("widths = 16", ["widths is 16", "a list"]),
         ("widths = [16, 2.5]", ["widths", "2.5", "a whole number"]),
-        ("widths = [16, 0]", ["widths must be at least 1"]),
+        ("widths = [16, 0]", ["widths must be up to 100 numbers, each at least 1 and at most 65,536, not [16, 0]"]),
         ("tasks = 0", ["tasks must be at least 1"]),
         ("epochs = 0", ["epochs must be at least 1"]),
         ("batch = 1", ["batch must be at least 2"]),
@@ -71,6 +81,23 @@ def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
         ("lr_factor = nan", ["lr_factor must be a number of at least 1"]),
         ("lr_factor = 0.5", ["lr_factor must be a number of at least 1"]),
         ("lr_every = 0", ["lr_every must be at least 1"]),
+        ("label_smoothing = 2", ["lines.one: label_smoothing must be a number of at least 0 and below 1, not 2.0"]),
+        ("label_smoothing = -0.1", ["label_smoothing must be a number of at least 0 and below 1"]),
+        ("momentum = 1", ["momentum must be a number of at least 0 and below 1, not 1.0"]),
+        ('own = ["6"]\nhead_epochs = -1', ["lines.one: head_epochs must be at least 0", "not -1"]),
+        ("tasks = 1000000000000", ["tasks must be at least 1 and at most 10,000, not 1000000000000"]),
+        ("epochs = 1000000000000", ["epochs must be at least 1 and at most 1,000,000"]),
+        ("widths = [1000000000]", ["each at least 1 and at most 65,536, not [1000000000]"]),
+        (f"widths = {[1] * 101}", ["widths must be up to 100 numbers"]),
+        ("batch = 1000000000000", ["batch must be at least 2 and at most 1,000,000,000"]),
+        ("curvature = { draws = 1000000000 }", ["lines.one: curvature.draws must be at most 1,000,000"]),
+        (f"lr = {10**400}", ["'mine.toml' holds a whole number of more than 64 bits; give a smaller one"]),
+        (f"epochs = {hex(16**5000)}", ["'mine.toml' holds a whole number of more than 64 bits"]),
+        (f"epochs = {'1' * 5000}", ["'mine.toml' is not valid TOML"]),
+        (f"lr = {'[' * 30}{']' * 30}", ["'mine.toml' is nested too deeply"]),
+        (f"lr = {'[' * 100_000}", ["'mine.toml' is nested too deeply: a recipe needs no more than 16 levels"]),
+        (f"lr = {'{ a = ' * 100_000}", ["'mine.toml' is nested too deeply"]),
+        (f"note = {[1] * 9999}", ["note is [1, 1, ", "…", "it must be a text"]),
         ("average = 2", ["early_stopping", "average=2", "choose one"]),
         ("early_stopping = false\nepochs = 3\naverage = 4", ["average=4 is more than the 3 epochs"]),
         ("average = -1\nearly_stopping = false", ["average must be at least 0"]),
@@ -124,6 +151,16 @@ def test_a_line_that_cannot_be_run_as_written_is_refused_in_one_sentence(text, p
         (f"repeats = true\n{ONE}", ["repeats is True", "a whole number"]),
         (f"seed = -1\n{ONE}", ["seed must be at least 0"]),
         (f"threads = 0\n{ONE}", ["threads must be at least 1"]),
+        (f"threads = 100000\n{ONE}", ["threads must be at least 1 and at most 1,024, not 100000"]),
+        (f"repeats = 10001\n{ONE}", ["repeats must be at least 1 and at most 10,000"]),
+        (f"seed = {2**60}\n{ONE}", ["seed must be at least 0 and at most 9,007,199,254,740,992"]),
+        (f"{ONE}[defaults]\nhead_epochs = -1", ["defaults: head_epochs must be at least 0", "not -1"]),
+        (f"{ONE}[defaults]\nlabel_smoothing = 2", ["defaults: label_smoothing must be", "below 1, not 2.0"]),
+        (f"{ONE}method = 'fine-tuning'\n[defaults]\nbn_momentum = 7", ["defaults: bn_momentum must be above 0"]),
+        (f"{ONE}[figures.{'f' * 300}]", ["the figure name 'fff", "has 300 characters", "must have at most 100"]),
+        (f"[lines.{'l' * 101}]", ["the line name 'lll", "has 101 characters"]),
+        (f'name = "{"n" * 101}"\n{ONE}', ["the recipe name 'nnn", "has 101 characters"]),
+        (f"{ONE}[data]\ntrain = {10**12}", ["data.train must be at least 0 and at most 1,000,000,000"]),
         (f'{ONE}[data]\nset = "minst"', ["data: set is 'minst'", "did you mean 'mnist'?"]),
         (f"{ONE}[data]\nsets = 1", ["data", "'sets'", "did you mean 'set'?"]),
         (
@@ -218,6 +255,13 @@ def test_settings_change_keys_of_every_depth_and_defaults_override_what_lines_sa
         ("lines=3", ["'lines' is 3; it must be a table"]),
         ("defaults=3", ["'defaults' is 3; it must be a table"]),
         ("dat.set=digits", ["'dat'", "did you mean 'data'?"]),
+        ("defaults.head_epochs=-1", ["defaults: head_epochs must be at least 0", "not -1"]),
+        ("defaults.label_smoothing=2", ["label_smoothing must be a number of at least 0 and below 1, not 2.0"]),
+        ("threads=100000", ["threads must be at least 1 and at most 1,024, not 100000"]),
+        (f"defaults.lr={'[' * 100_000}", ["'[[[[", "…", "is nested too deeply"]),
+        (f"defaults.lr={hex(16**5000)}", ["holds a whole number of more than 64 bits"]),
+        (f"x{'.x' * 5000}=1", ["'mine.toml' is nested too deeply"]),
+        (f"lines.one.note{'.x' * 50_000}=1", ["'mine.toml' is nested too deeply"]),
     ],
 )
 def test_a_setting_that_cannot_be_made_is_refused(change, parts):
@@ -274,13 +318,19 @@ NUMBERS = st.floats(0, 1e30)
 
 @st.composite
 def lines(draw):
-    method = draw(st.sampled_from([*(name for name, method in METHODS.items() if not method.own_bn), JOINT]))
+    free = [
+        name
+        for name, method in METHODS.items()
+        if not (method.own_bn or method.fixed_affine or method.fixed_statistics)
+    ]
+    method = draw(st.sampled_from([*free, JOINT]))
     norm = draw(st.sampled_from(["bn", "brn", "none"]))
     made = {
         "label": draw(TEXTS), "note": draw(TEXTS), "method": method, "norm": norm,
         "tasks": draw(st.integers(1, 100)), "widths": tuple(draw(st.lists(st.integers(1, 500), max_size=3))),
         "epochs": draw(st.integers(2, 50)), "batch": draw(st.integers(2, 500)), "lr": draw(NUMBERS),
-        "lr_every": draw(st.integers(1, 10)), "lr_factor": draw(st.floats(1, 1e6)), "momentum": draw(NUMBERS),
+        "lr_every": draw(st.integers(1, 10)), "lr_factor": draw(st.floats(1, 1e6)),
+        "momentum": draw(st.floats(0, 1, exclude_max=True)),
     }  # fmt: skip
     made |= draw(st.sampled_from([{}, {"early_stopping": False}, {"early_stopping": False, "average": 2}]))
     if method == JOINT:
@@ -293,9 +343,10 @@ def lines(draw):
         made |= {"damping": draw(NUMBERS), "strength": draw(NUMBERS)}
         made["curvature"] = draw(st.sampled_from([{}, {"draws": 3}, {"labels": "exact"}, {"statistics": "batch"}]))
         made |= {"consolidate": draw(st.sampled_from(["train", "validation"])), "keep": draw(st.sampled_from(["all"]))}
-        if METHODS[method].units and not (METHODS[method].fixed_bn or made.get("fixed_bn") or norm == "none"):
+        if not (METHODS[method].per_parameter or METHODS[method].fixed_bn or made.get("fixed_bn") or norm == "none"):
             made |= draw(st.sampled_from([{}, {"interpretation": "bn"}, {"recentre": False, "interpretation": "brn"}]))
-    return Line(**made)
+    useless = without_effect(made)
+    return Line(**{key: value for key, value in made.items() if key not in useless})
 
 
 @st.composite
@@ -312,8 +363,8 @@ def recipes(draw):
             st.sampled_from(["test", "validation"]),
         )
     )
-    number = st.integers(1, 10**6)
-    return Recipe(draw(NAMES), made, draw(TEXTS), draw(TEXTS), data, draw(number), draw(number), draw(number), figures)
+    repeats, seed, threads = (draw(st.integers(1, most)) for most in (10_000, 2**53, 1024))
+    return Recipe(draw(NAMES), made, draw(TEXTS), draw(TEXTS), data, repeats, seed, threads, figures)
 
 
 @settings(max_examples=60, deadline=None)
@@ -340,3 +391,34 @@ def test_what_tasks_own_in_a_perceptron_is_checked():
     assert parse('name = "x"\n[lines.a]\nown = ["6"]\n').lines["a"].own == ("6",)
     with pytest.raises(RecipeError, match=r"'own' has no effect on method 'joint', which has no second task"):
         parse('name = "x"\n[lines.a]\nmethod = "joint"\nown = ["6"]\n')
+
+
+VALUES = st.sampled_from(
+    [
+        *("true", "0", "-1", "1", "2", "1e308", "nan", "inf", "-inf", "0.5", "9223372036854775807", "0x" + "f" * 5000),
+        *("[]", "[[]]", "[1, 2]", "[0.5, 0.2]", '["a"]', '[["a"]]', "{}", "{ lr = [1] }", "{ lr = 1 }", "07:32:00"),
+        *("{ draws = -1 }", "{ draws = true }", "{ form = [1] }", "{ cross_layer = 1 }", "{ draws = 1.5 }"),
+        *('""', '"x"', '"joint"', '"single"', '"ewc"', '"own-bn"', '"none"', '"validation"', '"\\u0000"'),
+        *(f'"{"z" * 5000}"', "[" * 300 + "]" * 300, "1979-05-27", "1" * 5000),
+    ]
+)
+PARTS = {
+    "": Recipe, "data": Data, "images": Images, "tasks.a": Task, "defaults": Line, "lines.one": Line,
+    "figures.f": Figure,
+}  # fmt: skip
+KEYS = [(part, field.name) for part, made in PARTS.items() for field in dataclasses.fields(made)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=4), st.booleans())
+def test_whatever_stands_in_a_recipe_it_is_taken_as_it_is_or_refused_in_one_sentence(given, images):
+    tables = {"lines.one": [], **({"tasks.a": ['tree = "a"'], "tasks.b": ['tree = "b"']} if images else {})}
+    for (part, key), value in given.items():
+        if (part, key) != ("tasks.a", "tree"):
+            tables.setdefault(part, []).append(f"{key} = {value}")
+    text = "".join(f"[{part}]\n" * bool(part) + "".join(f"{row}\n" for row in tables[part]) for part in sorted(tables))
+    try:
+        made = parse(text, "mine.toml")
+    except RecipeError:
+        return  # any other error would be a traceback
+    assert parse(made.to_toml(), "other.toml") == made

@@ -13,12 +13,12 @@ import pytest
 
 from tests.experiments import made_up
 from xkfac.errors import XkfacError
-from xkfac.experiments import report
-from xkfac.experiments.choices import read_tuned
-from xkfac.experiments.report import write_report
-from xkfac.experiments.results import pooled
-from xkfac.experiments.trials import Choice, Outcome
-from xkfac.experiments.tuning import Chosen
+from xkfac.experiments.report import page as report
+from xkfac.experiments.report.choices import read_tuned
+from xkfac.experiments.report.page import write_report
+from xkfac.experiments.runs.results import pooled
+from xkfac.experiments.tuning.trials import Choice, Outcome
+from xkfac.experiments.tuning.tuning import Chosen
 
 HOSTILE = """<script>alert('x')</script> & "quoted" $\\frac{1}{2}$ ${title} %s ünï 漢字 \t\x07\n""" + "very-long-" * 30
 VOID = {"meta", "link", "br", "img", "hr", "input"}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xkfac.experiments.recipe import Figure, Line, Recipe
-from xkfac.experiments.results import JobResult, LineResults, RunResults, Spread, pooled, spread
+from xkfac.experiments.recipes.recipe import Figure, Line, Recipe
+from xkfac.experiments.runs.results import JobResult, LineResults, RunResults, Spread, pooled, spread
 
 BY_HAND = JobResult(
     "line",

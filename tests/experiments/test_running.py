@@ -11,15 +11,16 @@ import torch
 
 import xkfac
 from tests.experiments import small_runs as small
-from xkfac.experiments import JobsFailed, RunError, load_recipe, results, resume, start
-from xkfac.experiments import worker as worker_module
-from xkfac.experiments.data import DataError
-from xkfac.experiments.folder import NotWritten, RunFolder
-from xkfac.experiments.materials import load_materials
-from xkfac.experiments.progress import Standing
+from xkfac.experiments import JobsFailed, RunError, load_recipe, resume, start
+from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.provenance import provenance
-from xkfac.experiments.recipe import RecipeError
-from xkfac.experiments.running import Worker
+from xkfac.experiments.recipes.recipe import RecipeError
+from xkfac.experiments.runs import results
+from xkfac.experiments.runs import worker as worker_module
+from xkfac.experiments.runs.folder import NotWritten, RunFolder
+from xkfac.experiments.runs.progress import Standing
+from xkfac.experiments.runs.run_data import load_materials
+from xkfac.experiments.runs.running import Worker
 
 NAMES = ["xkfac", "brn", "joint", "average", "wild"]
 WILD = 'lines.wild={ method = "fine-tuning", norm = "none", lr = 1e38 }'
@@ -53,7 +54,7 @@ def test_jobs_side_by_side_give_the_numbers_of_jobs_one_after_the_other(tmp_path
 def test_where_numbers_come_from_is_kept_with_them(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/some/where/xkfac", "run", "a b"])
     monkeypatch.setenv("GIT_COMMIT", "abc123")
-    monkeypatch.setattr("xkfac.experiments.running._hand_out", lambda *arguments: iter(()))
+    monkeypatch.setattr("xkfac.experiments.runs.running._hand_out", lambda *arguments: iter(()))
     start(small.recipe(), tmp_path / "run", device="cpu")
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (facts["command"], facts["commit"], facts["place"], facts["data"]) == (

@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 
 from tests.experiments import small_runs as small
-from xkfac.experiments import courses as module
-from xkfac.experiments.data import DataError, Part, Parts, permutation
-from xkfac.experiments.materials import load_materials
-from xkfac.experiments.networks import perceptron
-from xkfac.experiments.recipe import Line
+from xkfac.experiments.data.digits import DataError, Part, Parts, permutation
+from xkfac.experiments.networks.perceptron import perceptron
+from xkfac.experiments.recipes.recipe import Line
+from xkfac.experiments.runs import tasks as module
+from xkfac.experiments.runs.run_data import load_materials
 
 LINES = small.recipe().lines
 
@@ -59,6 +59,18 @@ def test_a_job_that_is_killed_again_and_again_gives_the_numbers_of_an_unbroken_o
     assert kills > 3
     small.assert_same(run.job(name, 0), unbroken.job(name, 0))
     assert not list(run.path.rglob("*.part"))
+
+
+def test_jobs_killed_at_random_moments_give_the_bits_of_unbroken_ones(tmp_path):
+    """A handful of what benchmarks/kills.py does; the width is one whose products round by the address of a memory."""
+    made, moments = small.recipe("defaults.widths=[8, 128]"), random.Random(5)
+    unbroken, run = small.make(tmp_path / "unbroken", made), small.make(tmp_path / "run", made)
+    for name in ("xkfac", "balanced"):
+        small.finish(unbroken, name)
+        kills = sum(small.learn_and_be_killed(run, name, moments) for _ in range(4))
+        assert kills > 1
+        small.finish(run, name)
+        small.assert_same(run.job(name, 0), unbroken.job(name, 0))
 
 
 def test_the_numbers_of_a_job_do_not_depend_on_jobs_before_it_nor_on_global_randomness(unbroken, tmp_path):

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.experiments import made_up_images, small_runs
-from xkfac.experiments.folder import RunFolder
-from xkfac.experiments.parsing import load_recipe
-from xkfac.experiments.parsing import parse_recipe as parse
-from xkfac.experiments.recipe import RecipeError
+from xkfac.experiments.recipes.parsing import load_recipe
+from xkfac.experiments.recipes.parsing import parse_recipe as parse
+from xkfac.experiments.recipes.recipe import RecipeError
+from xkfac.experiments.runs.folder import RunFolder
 
 TEXT = """
 [defaults]

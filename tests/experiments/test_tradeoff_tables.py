@@ -8,10 +8,10 @@ import pytest
 
 from tests.experiments import made_up
 from tests.experiments.made_up import SWEPT, sweep_job
-from xkfac.experiments.image_tables import image_tables
-from xkfac.experiments.report import write_report
-from xkfac.experiments.tradeoff_figure import draw_tradeoff
-from xkfac.experiments.tradeoff_tables import tradeoffs, tradeoffs_csv, tradeoffs_html, tradeoffs_text
+from xkfac.experiments.report.image_tables import image_tables
+from xkfac.experiments.report.page import write_report
+from xkfac.experiments.report.tradeoff_figure import draw_tradeoff
+from xkfac.experiments.report.tradeoff_tables import tradeoffs, tradeoffs_csv, tradeoffs_html, tradeoffs_text
 
 
 def of(*jobs, **options):

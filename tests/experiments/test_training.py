@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from xkfac import Learner, consolidate
-from xkfac.experiments.data import Part, permutation
-from xkfac.experiments.networks import perceptron
-from xkfac.experiments.recipe import Line
-from xkfac.experiments.training import Stepper, accuracy, make_optimizer, pool
+from xkfac.experiments.data.digits import Part, permutation
+from xkfac.experiments.networks.perceptron import perceptron
+from xkfac.experiments.recipes.recipe import Line
+from xkfac.experiments.runs.training import Stepper, accuracy, make_optimizer, pool
 
 LR = 0.125  # a power of two, as the learning rate is kept in single precision
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.experiments.made_up_images import CLASSES, decodings, load, make_tree, picture, same, save, zipped
-from xkfac.experiments.data import DataError
-from xkfac.experiments.trees import Entry, Tree, find_tree
+from xkfac.experiments.data.digits import DataError
+from xkfac.experiments.data.trees import Entry, Tree, find_tree
 
 
 @pytest.fixture(autouse=True)

@@ -16,21 +16,22 @@ from tests.experiments import small_runs as small
 from tests.experiments.made_up_images import make_tree
 from tests.experiments.small_runs import Disk, die
 from xkfac import cli
-from xkfac.experiments import RunError, report, resume
-from xkfac.experiments.backbones import make_backbone
-from xkfac.experiments.courses import Permuted, PictureCourse
-from xkfac.experiments.data import DataError
-from xkfac.experiments.folder import RunFolder
-from xkfac.experiments.materials import load_materials
-from xkfac.experiments.parsing import parse_recipe
-from xkfac.experiments.progress import Standing
-from xkfac.experiments.sequence import Sequence
-from xkfac.experiments.standing import TuningStanding
-from xkfac.experiments.trials import Choice, GridPoint, Outcome, TunedJob, grid_of, held, ranked, tuned_jobs
-from xkfac.experiments.tuner import PHASES, Alone, Refused, Tuner, phase_done
-from xkfac.experiments.tuning import chosen, go_on, tune
-from xkfac.experiments.weights import save_source
-from xkfac.experiments.worker import run_job
+from xkfac.experiments import RunError, resume
+from xkfac.experiments.data.digits import DataError
+from xkfac.experiments.networks.backbones import make_backbone
+from xkfac.experiments.networks.weights import save_source
+from xkfac.experiments.recipes.parsing import parse_recipe
+from xkfac.experiments.report import page as report
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job import Sequence
+from xkfac.experiments.runs.progress import Standing
+from xkfac.experiments.runs.run_data import load_materials
+from xkfac.experiments.runs.tasks import Permuted, PictureCourse
+from xkfac.experiments.runs.worker import run_job
+from xkfac.experiments.tuning.status import TuningStanding
+from xkfac.experiments.tuning.trials import Choice, GridPoint, Outcome, TunedJob, grid_of, held, ranked, tuned_jobs
+from xkfac.experiments.tuning.tuner import PHASES, Alone, Refused, Tuner, phase_done
+from xkfac.experiments.tuning.tuning import chosen, go_on, tune
 
 TEXT = """
 name = "tuned"
@@ -418,10 +419,10 @@ def test_the_command_says_what_it_chose_and_leaves_a_run(unbroken, tmp_path, mon
     assert len(points) == 12
     assert sum(point["chosen"] for point in points) == 2
     assert sum(point["target"] is None for point in points) == 4
-    assert (folder / "figures" / "scatter.png").is_file()
+    assert (folder / "report" / "figures" / "scatter.png").is_file()
     standing = Standing.of(folder)
     assert (standing.state, standing.epochs_done, standing.epochs) == ("complete", 6, 6)
-    monkeypatch.setattr("xkfac.experiments.tuning.Worker.start", None)  # no process is needed any more
+    monkeypatch.setattr("xkfac.experiments.tuning.tuning.Worker.start", None)  # no process is needed any more
     assert [each.to_dict() for each in go_on(run)] == choices
     with pytest.raises(RunError, match="is a tuning"):
         resume(folder)

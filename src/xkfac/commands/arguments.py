@@ -10,14 +10,14 @@ import typer
 
 def recipe_names(incomplete: str) -> list[str]:
     """Return the recipes whose name begins so."""
-    from xkfac.experiments.parsing import named_recipes
+    from xkfac.experiments.recipes.parsing import named_recipes
 
     return [name for name in named_recipes() if name.startswith(incomplete)]
 
 
 def run_names(incomplete: str) -> list[str]:
     """Return the runs in the folder `runs` whose path begins so."""
-    from xkfac.experiments.folder import find_runs
+    from xkfac.experiments.runs.folder import find_runs
 
     return [str(path) for path in find_runs(Path("runs")) if str(path).startswith(incomplete)]
 

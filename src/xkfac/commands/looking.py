@@ -20,8 +20,8 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """List runs: which are complete, running or interrupted, and how far they are."""
-    from xkfac.experiments.folder import find_runs
-    from xkfac.experiments.progress import Standing
+    from xkfac.experiments.runs.folder import find_runs
+    from xkfac.experiments.runs.progress import Standing
 
     found = [Standing.of(path) for path in find_runs(folder)]
     if as_json:
@@ -31,6 +31,9 @@ def status(
     else:
         head = ("run", "recipe", "state", "jobs", "epochs", "average accuracy")
         print_table(head, [standing.cells() for standing in found])
+        for standing in found:
+            if standing.reason:
+                console().print(f"damaged: {standing.reason}", markup=False, highlight=False)
 
 
 def report(
@@ -52,8 +55,8 @@ def compare(runs: RunPaths, as_json: AsJson = False) -> None:
     from dataclasses import asdict
 
     from xkfac.experiments import results
-    from xkfac.experiments.comparison import compare as compared
-    from xkfac.experiments.tables import number
+    from xkfac.experiments.report.comparison import compare as compared
+    from xkfac.experiments.report.tables import number
 
     if len(runs) < 2:
         raise XkfacError("compare needs the folders of at least two runs; 'xkfac report' shows a single one")
@@ -75,9 +78,11 @@ def inspect(
     memory: Annotated[Path, typer.Argument(metavar="MEMORY_FILE", help="A file that `Memory.save` wrote.")],
     batch: Annotated[
         int | None,
-        typer.Option(min=2, help="The size of the mini-batches it was made with; the paper's form needs it for K-FAC."),
+        typer.Option(
+            min=2, max=10**9, help="The size of the mini-batches it was made with; the paper's form needs it for K-FAC."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of what is estimated from drawn entries.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**53, help="The seed of what is estimated from drawn entries.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Show what a memory file holds: its method, the spectra of its units, K-FAC against XK-FAC, its calibration.
@@ -86,8 +91,10 @@ def inspect(
     """
     from rich.status import Status
 
-    from xkfac.experiments.inspection import calibration_table, facts, inspect_memory, unit_table
+    from xkfac.experiments.files import check_path
+    from xkfac.experiments.inspect.inspection import calibration_table, facts, inspect_memory, unit_table
 
+    check_path(memory)
     error = Console(stderr=True)
     with Status("reading the memory", console=error) if error.is_terminal else nullcontext() as status:
 
@@ -112,7 +119,7 @@ def recipe(
     ] = None,
 ) -> None:
     """List the recipes that come with xkfac, or print one, to be copied and edited."""
-    from xkfac.experiments.parsing import load_recipe, named_recipes
+    from xkfac.experiments.recipes.parsing import load_recipe, named_recipes
 
     if name is None:
         made = {each: load_recipe(each) for each in named_recipes()}

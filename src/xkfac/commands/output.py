@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from xkfac.experiments.results import RunResults
+    from xkfac.experiments.runs.results import RunResults
 
 
 def print_json(value: Any) -> None:
@@ -71,12 +71,15 @@ def interruptible(folder: Path) -> Iterator[None]:
 def finish(folders: list[Path], output: Path, as_json: bool) -> None:
     """Write the report of runs and show the table and where things are."""
     from xkfac.experiments import results
-    from xkfac.experiments.report import write_report
-    from xkfac.experiments.results import pooled
+    from xkfac.experiments.report.figures import figure_names
+    from xkfac.experiments.report.page import write_report
+    from xkfac.experiments.runs.results import pooled
 
     runs = pooled([results(folder) for folder in folders])
     page = write_report(runs, output)
-    figures = [str(path) for path in sorted((output / "figures").glob("*.png"), key=lambda path: path.stem)]
+    order = {name: place for place, name in enumerate(figure_names(runs))}  # those of the recipe come first
+    files = sorted((output / "figures").glob("*.png"), key=lambda path: (order.get(path.stem, len(order)), path.stem))
+    figures = [str(path) for path in files]
     if as_json:
         jobs = {
             f"{run.recipe.name}/{name}": [job.to_dict() for job in line.jobs]
@@ -93,9 +96,9 @@ def finish(folders: list[Path], output: Path, as_json: bool) -> None:
 
 def _print_results(runs: Sequence[RunResults]) -> None:
     """Show accuracies task by task of runs of images, and the course over tasks of the others."""
-    from xkfac.experiments.image_tables import image_tables, tables_text
-    from xkfac.experiments.tables import run_names, summary_text
-    from xkfac.experiments.tradeoff_tables import tradeoffs, tradeoffs_text
+    from xkfac.experiments.report.image_tables import image_tables, tables_text
+    from xkfac.experiments.report.tables import run_names, summary_text
+    from xkfac.experiments.report.tradeoff_tables import tradeoffs, tradeoffs_text
 
     others = []
     for run, name, tables in zip(runs, run_names(runs), image_tables(runs), strict=True):

@@ -34,8 +34,9 @@ def demo(
     A demo that was interrupted is gone on with; one that is there already is shown again.
     """
     from xkfac.experiments import results, resume, start
+    from xkfac.experiments.files import check_path
 
-    run = output / "run"
+    run = check_path(output / "run")
     if (run / "run.json").exists():
         found = results(run)
         if not all(job.done for line in found.lines.values() for job in line.jobs):
@@ -80,10 +81,10 @@ def run(
 def resume(run: RunPath, jobs: Jobs = None, quiet: Quiet = False, as_json: AsJson = False) -> None:
     """Go on with a run that was interrupted; its numbers are those of an unbroken run."""
     from xkfac.experiments import resume as go_on
-    from xkfac.experiments.folder import RunFolder
+    from xkfac.experiments.runs.folder import RunFolder
 
     if "tuning" in RunFolder.open(run).facts:
-        from xkfac.experiments.tuning import go_on as go_on_tuning
+        from xkfac.experiments.tuning.tuning import go_on as go_on_tuning
 
         _tuned(run, quiet, as_json, lambda show: go_on_tuning(RunFolder.open(run), jobs=jobs, show=show))
         return
@@ -115,7 +116,7 @@ def tune(
     processes and machines can work on one folder. Interrupt it at will; the same command, or `xkfac resume`, goes on.
     """
     from xkfac.experiments import load_recipe
-    from xkfac.experiments.tuning import tune as choose
+    from xkfac.experiments.tuning.tuning import tune as choose
 
     made = load_recipe(recipe, settings or ())
     folder = output or Path("runs") / f"{made.name}-tuned"
@@ -138,15 +139,15 @@ def pretrain(
     task: Annotated[str, typer.Option(help="What the task is called.")] = "source",
     data: DataFolder = None,
     device: Device = "auto",
-    workers: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Processes that decode images.")] = 1,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a source network on an image tree; interrupt it at will, the same command goes on."""
-    from xkfac.experiments.pretrainer import Pretraining
-    from xkfac.experiments.pretraining import Epoch
-    from xkfac.experiments.pretraining import pretrain as train
-    from xkfac.experiments.toml import settings_of
+    from xkfac.experiments.networks.pretrainer import Pretraining
+    from xkfac.experiments.networks.pretraining import Epoch
+    from xkfac.experiments.networks.pretraining import pretrain as train
+    from xkfac.experiments.recipes.toml_tables import settings_of
 
     silent = quiet or as_json
 
@@ -164,7 +165,7 @@ def pretrain(
 
 def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> None:
     """Do the work of a run with live progress; an interrupt says how to go on."""
-    from xkfac.experiments.progress import Display
+    from xkfac.experiments.runs.progress import Display
 
     with interruptible(folder), Display(watching(quiet)) as display:
         work(None if quiet else display.show)
@@ -172,8 +173,8 @@ def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> Non
 
 def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any]) -> None:
     """Do the work of a tuning with live progress, say what was chosen and why, and write the report."""
-    from xkfac.experiments.trials import CHOICE_COLUMNS
-    from xkfac.experiments.tuning import TuningDisplay
+    from xkfac.experiments.tuning.trials import CHOICE_COLUMNS
+    from xkfac.experiments.tuning.tuning import TuningDisplay
 
     with interruptible(folder), TuningDisplay(watching(quiet or as_json)) as display:
         found = work(None if quiet or as_json else display.show)

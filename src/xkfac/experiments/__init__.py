@@ -1,11 +1,11 @@
 """Experiments: recipes, runs that can be interrupted, results, figures and reports."""
 
-from xkfac.experiments.folder import RunError
-from xkfac.experiments.parsing import load_recipe, named_recipes
-from xkfac.experiments.recipe import Data, Figure, Images, Line, Recipe, Task
-from xkfac.experiments.results import JobResult, LineResults, RunResults, Spread
-from xkfac.experiments.running import JobsFailed, results, resume, start
-from xkfac.experiments.toml import RecipeError
+from xkfac.experiments.recipes.parsing import load_recipe, named_recipes
+from xkfac.experiments.recipes.recipe import Data, Figure, Images, Line, Recipe, Task
+from xkfac.experiments.recipes.toml_tables import RecipeError
+from xkfac.experiments.runs.folder import RunError
+from xkfac.experiments.runs.results import JobResult, LineResults, RunResults, Spread
+from xkfac.experiments.runs.running import JobsFailed, results, resume, start
 
 __all__ = [
     "Data",

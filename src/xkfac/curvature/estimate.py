@@ -1,0 +1,339 @@
+"""Estimate the curvature of a network: the Fisher information of its units, from one backward pass a batch.
+
+With labels drawn from the model's own output, the cross terms between different examples' losses vanish in
+expectation, so the gradient G of the batch's *summed* loss is all that is needed: H' = E[sum_m G_m G_m^T] / N and
+H'' = E[(sum_m G_m)(sum_m G_m)^T] / N, inter-example terms of BN included.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xkfac.curvature.assemble import Outcome, agreed, finished
+from xkfac.curvature.blocks import Corrected
+from xkfac.curvature.capture import Capture
+from xkfac.curvature.collectors import (
+    Collector,
+    Collectors,
+    FactorCollector,
+    JointCollector,
+    JointMember,
+    MarginalCollector,
+    SquareCollector,
+    UnmergedCollector,
+)
+from xkfac.curvature.labels import Cotangents, Draws
+from xkfac.curvature.moments import Form, Grouping, Moments
+from xkfac.curvature.operator import Curvature, CurvatureKind, Labels, Settings
+from xkfac.curvature.processes import Processes, processes_of
+from xkfac.curvature.shared_moments import Coupling, SharedMoments, coupling_of
+from xkfac.errors import XkfacError, XkfacWarning
+from xkfac.model.batches import Forward, default_forward, size_of
+from xkfac.model.cuda_graphs import Replayed
+from xkfac.model.likelihood import Likelihood, get_likelihood
+from xkfac.model.merged_weight import BoundUnit
+from xkfac.model.passes import (
+    Progress,
+    Statistics,
+    batches,
+    check_loaded,
+    device_of,
+    full_precision,
+    set_mode,
+    untouched,
+    unwrap,
+    widest_dtype,
+)
+from xkfac.model.units import Coverage, Unit, as_patterns, find_units
+
+
+@dataclass
+class Estimate:
+    """A curvature with the units it covers and the number of examples it rests on."""
+
+    curvature: Curvature
+    coverage: Coverage
+    examples: int
+
+
+def estimate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    kind: CurvatureKind = "xkfac",
+    *,
+    form: Form = "mean",
+    grouping: Grouping = "paper",
+    labels: Labels = "sampled",
+    draws: int | None = None,
+    statistics: Statistics = "batch",
+    cross_layer: bool = False,
+    likelihood: str | Likelihood = "categorical",
+    merge: bool = True,
+    per_parameter: bool = False,
+    exclude: Iterable[str] = (),
+    forward: Forward | None = None,
+    max_batches: int | None = None,
+    accumulation_dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: Progress = False,
+    graph: bool = False,
+) -> Estimate:
+    """Estimate the curvature of `model` on the data of `loader`; the model is left as it was, bit by bit.
+
+    `kind` to `cross_layer` are explained at `Settings`; `merge`, `per_parameter`, `exclude` and `forward` at
+    `find_units`. Factors are accumulated in `accumulation_dtype`, float32 unless the model is float64, also under
+    autocast. `seed` fixes the labels that are drawn, batch by batch. With `graph` the work of a batch is recorded as a
+    CUDA graph and replayed for all batches of the same shape, which pays on a GPU for small networks. The network runs
+    in evaluation mode but for its BN, which uses mini-batch statistics; a batch of a single example has none and runs
+    with the population's.
+
+    The processes of a DistributedDataParallel model share the pass: each gives its own batches, and all get the
+    curvature of all. See docs/scaling.md, also for SyncBatchNorm.
+
+    Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
+    """
+    settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer)
+    finding: dict[str, Any] = {"merge": merge, "per_parameter": per_parameter, "exclude": as_patterns(exclude)}
+    check_loaded(unwrap(model))
+    run = _Run(
+        unwrap(model),
+        settings,
+        get_likelihood(likelihood),
+        forward or default_forward,
+        _checked(accumulation_dtype) or widest_dtype(model),
+        seed,
+        lambda batch: find_units(model, batch, **finding, forward=run.checked, synchronised=run.processes is not None),
+        graph,
+        processes_of(model),
+    )
+    if graph and device_of(run.model).type != "cuda":
+        raise XkfacError("graph=True needs the model on a CUDA device; leave it out")
+    run.join(finding)
+    with untouched(run.model):
+        feed = {"max_batches": max_batches, "progress": progress}
+        collectors, examples = run.over(loader, run.first_collector, **feed)
+        curvature = run.finished(collectors, examples, decompose=kind == "corrected")
+        if kind == "corrected":
+            bases = {n: block if isinstance(block, Corrected) else None for n, block in curvature.blocks.items()}
+            collectors, again = run.over(
+                loader, lambda unit: SquareCollector(unit, run.dtype, bases[unit.name]), **feed
+            )
+            if again != examples:
+                raise XkfacError(
+                    f"kind='corrected' passes over the data twice, and the loader gave {examples} examples, then "
+                    f"{again}; use a loader that can be iterated again"
+                )
+            curvature = run.finished(collectors, examples)
+    assert run.coverage is not None
+    if run.processes is None or run.processes.rank == 0:
+        _warn_of_zero(curvature.zero_units())
+    return Estimate(curvature, run.coverage, examples)
+
+
+def _warn_of_zero(zero: list[str]) -> None:
+    """Warn of units whose curvature is exactly zero, whatever the reason."""
+    if zero:
+        names = ", ".join(f"'{name}'" for name in zero[:8]) + (f" and {len(zero) - 8} more" if len(zero) > 8 else "")
+        warnings.warn(
+            f"the curvature is exactly zero, so that nothing is protected, in {names}; see that the output of the "
+            "network depends on this and is not saturated, or exclude it",
+            XkfacWarning,
+            stacklevel=3,
+        )
+
+
+def _checked(dtype: Any) -> torch.dtype | None:
+    if dtype in (None, torch.float32, torch.float64):
+        return dtype  # type: ignore[no-any-return]
+    raise XkfacError(f"dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64")
+
+
+@dataclass
+class _Run:
+    """One estimate: passes over the data with collectors for the units."""
+
+    model: nn.Module
+    settings: Settings
+    likelihood: Likelihood
+    forward: Forward
+    dtype: torch.dtype
+    seed: int
+    find: Callable[[Any], Coverage]
+    graph: bool = False
+    processes: Processes | None = None
+    coupling: Coupling | None = None
+    coverage: Coverage | None = None
+    draws: Draws = field(init=False)
+
+    def join(self, finding: dict[str, Any]) -> None:
+        """Make sure that the processes of a shared pass mean the same one."""
+        if self.settings.statistics == "batch":
+            self.coupling = coupling_of(self.model, self.processes)
+        if self.processes is not None:
+            likelihood = {"likelihood": self.likelihood.name, **self.likelihood.arguments}
+            own = {"dtype": self.dtype, "seed": self.seed, "graph": self.graph}
+            self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
+        if self.coupling is not None and self.graph:
+            raise XkfacError("graph=True cannot record what SyncBatchNorm layers send to other processes; leave it out")
+
+    def checked(self, model: nn.Module, batch: Any) -> Tensor:
+        """Run the model on a batch, and check that its output is one of the likelihood's."""
+        output = self.forward(model, batch)
+        if isinstance(output, Tensor):
+            self.likelihood.check(output)
+        return output
+
+    def finished(self, collectors: Collectors, examples: int, *, decompose: bool = False) -> Curvature:
+        """Return the curvature of a pass over so many examples, with `decompose` in its eigenbasis."""
+        with full_precision(device_of(self.model)):
+            return finished(collectors, self.processes, examples, decompose=decompose)
+
+    def _moments(self, name: str) -> Moments:
+        if self.processes is None:
+            return Moments(name, self.settings.levels, self.settings.form)
+        return SharedMoments(name, self.settings.levels, self.settings.form, self.coupling)
+
+    def first_collector(self, unit: Unit) -> Collector:
+        """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""
+        if self.settings.kind == "diagonal":
+            return SquareCollector(unit, self.dtype)
+        if self.settings.kind == "corrected":
+            return MarginalCollector(unit, self.dtype)
+        return FactorCollector(unit, self.dtype, self._moments(unit.name))
+
+    def over(
+        self, loader: Iterable[Any], collector: Callable[[Unit], Collector], **feed: Any
+    ) -> tuple[Collectors, int]:
+        """Run over the data; return the collectors and the number of examples, in a shared pass that of all."""
+        own, error = None, None
+        try:
+            with ExitStack() as hooks:
+                own = self._over(loader, collector, hooks, **feed)
+        except Exception as caught:
+            # Coupled processes wait for each other inside a batch, so that there is no moment to tell.
+            if self.processes is None or self.coupling is not None:
+                raise
+            error = caught
+        if self.processes is None:
+            assert own is not None
+            self.draws.check([own.batches])
+            return own, own.examples
+        outcome = Outcome() if own is None else Outcome(own.batches, own.examples, self.coverage)
+        if error is not None:
+            outcome.error = str(error)
+        try:
+            self.coverage, batches, examples = agreed(self.processes, outcome)
+        except XkfacError:
+            if error is not None:
+                raise error from None
+            raise
+        self.draws.check(batches)
+        return own or self._collectors(collector), examples
+
+    def _over(
+        self, loader: Iterable[Any], collector: Callable[[Unit], Collector], hooks: ExitStack, **feed: Any
+    ) -> Collectors | None:
+        """Run over this process's data; return the collectors, None if there was none. `hooks` takes the model's."""
+        device = device_of(self.model)
+        generator = torch.Generator(device)
+        cotangents = Cotangents(self.settings.labels, self.likelihood, self.seed, generator, self.coupling)
+        rank, ranks = 0, 1
+        if self.processes is not None and self.coupling is None:
+            rank, ranks = self.processes.rank, self.processes.size
+        self.draws = Draws(self.settings, self.processes, self.coupling)
+        counted = self.draws.decide(loader, feed["max_batches"])
+        cotangents.draws = self.draws.per_batch
+        capture: Capture | None = None
+        mode: Statistics | None = None
+        work: Callable[[Any], None]
+        for place, (size, batch) in enumerate(self._steps(counted, device, **feed)):
+            if self.coverage is None:
+                self.coverage = self.find(batch)
+            if capture is None:
+                capture = Capture(self.model, self.coverage.units, self._collectors(collector))
+                hooks.enter_context(capture.hooked())
+                self._only_free_gradients()
+                work = partial(self._batch, capture, cotangents)
+                if self.graph:
+                    work = Replayed(work, generator)
+            coupled = size if self.coupling is None else self.coupling.examples
+            if mode != (mode := self.settings.statistics if coupled > 1 else "population"):
+                set_mode(self.model, mode)
+            cotangents.begin_batch(place * ranks + rank)
+            cotangents.check(batch)
+            work(batch)
+            capture.collectors.batches += 1
+            capture.collectors.examples += size
+        if capture is None:
+            return None
+        capture.forget()
+        return capture.collectors
+
+    def _steps(self, loader: Iterable[Any], device: torch.device, **feed: Any) -> Iterator[tuple[int, Any]]:
+        if self.processes is None:
+            return batches(loader, device, what="curvature", **feed)
+        if self.processes.rank > 0 and feed["progress"] is True:
+            feed["progress"] = False
+        steps = batches(loader, device, what="curvature", may_be_none=True, **feed)
+        return steps if self.coupling is None else self.coupling.steps(steps)
+
+    def _collectors(self, collector: Callable[[Unit], Collector]) -> Collectors:
+        assert self.coverage is not None
+        joint = JointCollector(self._moments("joint"), self.dtype) if self.settings.cross_layer else None
+        made: dict[str, Collector] = {}
+        for unit in self.coverage.units:
+            if unit.kind == "free":
+                made[unit.name] = SquareCollector(unit, self.dtype)
+            elif unit.kind == "unmerged":
+                made[unit.name] = UnmergedCollector(unit, self.dtype, BoundUnit(self.model, unit))
+            elif joint is not None and unit.kind == "linear":
+                made[unit.name] = JointMember(unit, self.dtype, joint)
+            else:
+                made[unit.name] = collector(unit)
+        for one in made.values():
+            if isinstance(one, SquareCollector):
+                one.coupling = self.coupling
+        return Collectors(made, joint)
+
+    def _free(self) -> list[Unit]:
+        assert self.coverage is not None
+        return [unit for unit in self.coverage.units if unit.kind == "free"]
+
+    def _only_free_gradients(self) -> None:
+        """Ask for the gradients of free parameters alone: a unit needs those of its output, not of its weight."""
+        self.model.requires_grad_(False)
+        for unit in self._free():
+            self.model.get_parameter(unit.name).requires_grad_()
+
+    def _batch(self, capture: Capture, cotangents: Cotangents, batch: Any) -> None:
+        size = size_of(batch)
+        capture.begin_batch(size)
+        with torch.enable_grad(), capture:
+            output = self.forward(self.model, batch)
+        if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != size:
+            raise XkfacError(
+                f"the output of the network must be a tensor with {size} rows, one an example, but is "
+                f"{list(output.shape) if isinstance(output, Tensor) else type(output).__name__}"
+            )
+        capture.end_forward()
+        free = self._free()
+        ends: list[Any] = [*(self.model.get_parameter(unit.name) for unit in free), *capture.ends]
+        if not output.requires_grad:
+            raise XkfacError("the output of the network depends on none of its parameters")
+        scale = 1 / self.likelihood.predictions(output)
+        for cotangent, weight, more in cotangents.of(output, batch):
+            capture.weight = weight * scale
+            gradients = torch.autograd.grad(output, ends, cotangent, retain_graph=more, allow_unused=True)
+            capture.end_backward()
+            for unit, gradient in zip(free, gradients, strict=False):
+                squares = capture.collectors.of[unit.name]
+                if gradient is not None and isinstance(squares, SquareCollector):
+                    squares.see(gradient.to(self.dtype).reshape(unit.shape), capture.weight)

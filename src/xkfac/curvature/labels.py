@@ -1,0 +1,158 @@
+"""Where backward passes begin: gradients of losses with respect to the output, for labels drawn, given, or all.
+
+Also here: how many labels are drawn per batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xkfac.curvature.operator import ENOUGH_DRAWS, Labels, Settings
+from xkfac.curvature.processes import Processes
+from xkfac.curvature.shared_moments import Coupling
+from xkfac.errors import XkfacError, XkfacWarning
+from xkfac.model.batches import labels_of
+from xkfac.model.likelihood import Likelihood
+from xkfac.model.streams import counted
+
+
+@dataclass
+class Cotangents:
+    """Yields what backward passes begin with, batch by batch.
+
+    `draws` are those a batch. With a coupling, labels are drawn for the whole mini-batch, alike on all processes, and
+    an example's own loss is zero on those that do not have it.
+    """
+
+    labels: Labels
+    likelihood: Likelihood
+    seed: int
+    generator: torch.Generator
+    coupling: Coupling | None = None
+    draws: int = 1
+    _outputs: dict[torch.Size, torch.Size] = field(default_factory=dict)  # shapes, by that of the labels
+
+    def begin_batch(self, number: int) -> None:
+        """Begin with a batch, whose number in the pass fixes its draws, whichever process has it."""
+        digest = hashlib.blake2b(f"{self.seed} {number}".encode(), digest_size=4).digest()
+        self.generator.manual_seed(int.from_bytes(digest, "big"))
+
+    def of(self, output: Tensor, batch: Any) -> Iterator[tuple[Tensor, float, bool]]:
+        """Yield gradients of losses with respect to the output, the weight of each, and whether more may follow."""
+        if self.labels == "sampled":
+            for draw in range(1, self.draws + 1):
+                yield self.likelihood.score(output, self._sample(output)), 1 / self.draws, draw < self.draws
+        elif self.labels == "empirical":
+            yield self.likelihood.score(output, self._given(output, batch)), 1.0, False
+        else:
+            for root in self.likelihood.root(output):
+                for example in self._examples(output.shape[0]):
+                    one = torch.zeros_like(root)
+                    if example is not None:
+                        one[example] = root[example]
+                    yield one.to(output.dtype), 1.0, True
+
+    def check(self, batch: Any) -> None:
+        """Raise XkfacError for true labels that the likelihood cannot have, from the second batch of a shape on.
+
+        Looking at their values synchronises the device, which the work on a batch must not do: it may be recorded.
+        """
+        labels = labels_of(batch) if self.labels == "empirical" else None
+        if isinstance(labels, Tensor) and labels.shape in self._outputs:
+            self.likelihood.check_labels(labels, self._outputs[labels.shape])
+
+    def _given(self, output: Tensor, batch: Any) -> Tensor:
+        """Return the true labels, of a shape that comes for the first time checked against the output."""
+        labels = labels_of(batch)
+        if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.shape[0] != output.shape[0]:
+            raise XkfacError(f"labels='empirical' needs a tensor of {output.shape[0]} labels in each batch")
+        if self._outputs.get(labels.shape) != output.shape:
+            self.likelihood.check_labels(labels, output.shape)
+            self._outputs[labels.shape] = output.shape
+        return labels
+
+    def _sample(self, output: Tensor) -> Tensor:
+        if self.coupling is None:
+            return self.likelihood.sample(output, self.generator)
+        return self.coupling.own(self.likelihood.sample(self.coupling.rows(output.detach()), self.generator))
+
+    def _examples(self, size: int) -> Iterator[int | None]:
+        """Yield the places of the mini-batch's examples in this process's part, None for those of other processes."""
+        if self.coupling is None:
+            yield from range(size)
+            return
+        for rank, theirs in enumerate(self.coupling.sizes):
+            yield from (example if rank == self.coupling.processes.rank else None for example in range(theirs))
+
+
+class Draws:
+    """The number of draws `per_batch` in one pass, the same on all processes that share it.
+
+    Where the settings leave it open, it goes by the number of batches of all processes. A loader that does not say its
+    length is read ahead to count them, so that a stream gives what a list of the same batches gives.
+    """
+
+    def __init__(self, settings: Settings, processes: Processes | None, coupling: Coupling | None) -> None:
+        self.settings, self.processes, self.coupling = settings, processes, coupling
+        self.per_batch = settings.draws_over(0)
+        self._counted = True
+
+    def decide(self, loader: Iterable[Any], max_batches: int | None) -> Iterable[Any]:
+        """Decide on the number, and return the loader to iterate, of which batches may have been read ahead.
+
+        Where the loader of another process has failed, there is nothing to iterate.
+        """
+        if not self.settings.draws_are_open:
+            return loader
+        most = ENOUGH_DRAWS if max_batches is None else min(max_batches, ENOUGH_DRAWS)
+        count, error = None, None
+        try:
+            loader, count = counted(loader, most)
+        except Exception as caught:
+            if self.processes is None:
+                raise
+            error = caught
+        own = (most if count is None else count, count is not None, error is not None)
+        every = [own] if self.processes is None else self.processes.exchanged(own)
+        if error is not None:
+            raise error
+        failed = [rank for rank, (_, _, failed) in enumerate(every) if failed]
+        if failed and self.coupling is not None:
+            raise XkfacError(f"process {failed[0]} failed to get its batches; its own error says why")
+        self._counted = all(known for _, known, _ in every)
+        self.per_batch = self.settings.draws_over(self._together([number for number, _, _ in every]))
+        return () if failed else loader
+
+    def _together(self, batches: Sequence[int]) -> int:
+        """Return the batches of the pass from those of its processes; coupled ones have parts of the same batches."""
+        return sum(batches) if self.coupling is None else max(batches)
+
+    def check(self, batches: Sequence[int]) -> None:
+        """Make sure that the number goes with the batches that came, by process.
+
+        Raises XkfacError for a stream that was too large to be counted, and had fewer batches than was assumed.
+        """
+        count = self._together(batches)
+        right = self.settings.draws_over(count)
+        if right == self.per_batch:
+            return
+        if not self._counted:
+            raise XkfacError(
+                f"the loader gave {count} batches, for which draws=None means {right} draws per batch, but this was "
+                "known too late: it does not say its length, and its batches are too large to be read ahead; pass "
+                f"draws={right}"
+            )
+        if self.processes is None or self.processes.rank == 0:
+            warnings.warn(
+                f"the loader gave {count} batches, which is not the length that it said, so labels were drawn "
+                f"{self.per_batch} times per batch and not {right} times; correct its length, or pass draws={right}",
+                XkfacWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,234 @@
+"""The curvature of a network as an operator, and the settings that say which curvature it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from xkfac.curvature.blocks import Block, KhatriRao, Kronecker, assemble, is_zero, khatri_rao, parts
+from xkfac.curvature.moments import GROUPINGS, KFAC, Form, Grouping, Level
+from xkfac.errors import XkfacError
+from xkfac.model.passes import Statistics
+
+CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
+Labels = Literal["sampled", "exact", "empirical"]
+
+ENOUGH_DRAWS = 512
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a curvature is estimated.
+
+    kind: `xkfac` or `kfac` factors, the `diagonal` (EWC, from batch gradients), or `corrected`: the Fisher's exact
+        variances in a Kronecker eigenbasis (two passes over the data).
+    form, grouping: which XK-FAC (see `xkfac.factors`): the paper's, or `mean`, and `pooled`, `hierarchical`.
+    labels: `sampled` from the model (unbiased, one backward pass a draw); `exact`, all examples and classes (for tests
+        and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
+        fits its training data.
+    draws: label draws per batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 per
+        batch. H'' gets one sample per draw: its rank is at most their number.
+    statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
+    cross_layer: blocks between all pairs of linear units too, as a Khatri-Rao product.
+    """
+
+    kind: CurvatureKind = "xkfac"
+    form: Form = "mean"
+    grouping: Grouping = "paper"
+    labels: Labels = "sampled"
+    draws: int | None = None
+    statistics: Statistics = "batch"
+    cross_layer: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("kind", get_args(CurvatureKind)),
+            ("form", get_args(Form)),
+            ("grouping", get_args(Grouping)),
+            ("labels", get_args(Labels)),
+            ("statistics", get_args(Statistics)),
+        ):
+            if getattr(self, name) not in choices:
+                raise XkfacError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}")
+        if self.draws is not None and not isinstance(self.draws, int):
+            raise XkfacError(f"draws is {self.draws!r}; it must be a whole number, or None")
+        if self.draws is not None and self.draws < 1:
+            raise XkfacError(f"draws must be at least 1, not {self.draws}")
+        if not isinstance(self.cross_layer, bool):
+            raise XkfacError(f"cross_layer is {self.cross_layer!r}; it must be True or False")
+        if self.draws is not None and self.labels != "sampled":
+            raise XkfacError(f"draws={self.draws} goes with labels='sampled', not '{self.labels}'")
+        for name in ("form", "grouping"):
+            if self.kind != "xkfac" and getattr(self, name) != getattr(type(self), name):
+                raise XkfacError(f"{name}={getattr(self, name)!r} has no effect on kind '{self.kind}'; leave it out")
+        if self.cross_layer and self.kind not in ("xkfac", "kfac"):
+            raise XkfacError(f"cross_layer goes with kind 'xkfac' or 'kfac', not '{self.kind}'")
+
+    @property
+    def draws_are_open(self) -> bool:
+        """Whether the number of batches decides on the number of draws."""
+        return self.draws is None and self.labels == "sampled"
+
+    def draws_over(self, count: int) -> int:
+        """Return the draws per batch for a pass over `count` batches."""
+        if not self.draws_are_open:
+            return self.draws or 1
+        return min(math.ceil(ENOUGH_DRAWS / max(count, 1)), 32)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The chain of partitions that the factors follow."""
+        return KFAC if self.kind == "kfac" else GROUPINGS[self.grouping]
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """The curvature of a network as an operator on displacements of its merged weights, unit by unit.
+
+    `blocks` are block diagonal; `joint` holds the units `joint_units` together with the blocks between them.
+    """
+
+    blocks: Mapping[str, Block]
+    joint: KhatriRao | None = None
+    joint_units: tuple[str, ...] = ()
+
+    def __contains__(self, unit: object) -> bool:
+        return unit in self.blocks or unit in self.joint_units
+
+    def block(self, unit: str) -> Block | None:
+        """Return the block of a unit by itself, also of one that is held together with others; None if it has none."""
+        if self.joint is not None and unit in self.joint_units:
+            return self.joint.own_block(self.joint_units.index(unit))
+        return self.blocks.get(unit)
+
+    def zero_units(self) -> list[str]:
+        """Return the units whose curvature is exactly zero, so that nothing protects them."""
+        blocks = ((name, self.block(name)) for name in (*self.blocks, *self.joint_units))
+        return [name for name, block in blocks if block is not None and is_zero(block)]
+
+    def product(self, displacements: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return H v for displacements v, each [groups, rows, columns] by unit (eq. bp)."""
+        products = {name: block.product(displacements[name]) for name, block in self.blocks.items()}
+        if self.joint is not None:
+            joint = self.joint.product([displacements[name] for name in self.joint_units])
+            products.update(zip(self.joint_units, joint, strict=True))
+        return products
+
+    def add_product(self, displacements: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """Add H v to `out`, each [groups, rows, columns] by unit, in place (eq. bp)."""
+        for name, block in self.blocks.items():
+            block.add_product(displacements[name], out[name])
+        if self.joint is not None:
+            self.joint.add_product([displacements[n] for n in self.joint_units], [out[n] for n in self.joint_units])
+
+    def quadratic(self, displacements: Mapping[str, Tensor]) -> Tensor:
+        """Return v^T H v / 2, a scalar."""
+        products = self.product(displacements)
+        return torch.stack([(displacements[name] * product).sum() for name, product in products.items()]).sum() / 2
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Curvature:
+        """Return the curvature on a device, in a floating-point dtype."""
+        if dtype is not None and not dtype.is_floating_point:
+            raise XkfacError(f"a curvature has no numbers of dtype {dtype}; use torch.float32, float64 or bfloat16")
+        return self._map(lambda tensor: tensor.to(device=device, dtype=dtype))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Curvature:
+        def convert(block: Block | KhatriRao) -> dict[str, Tensor]:
+            return {name: function(tensor) for name, tensor in parts(block).items()}
+
+        blocks = {name: assemble(type(block), convert(block)) for name, block in self.blocks.items()}
+        joint = self.joint and khatri_rao(convert(self.joint), self.joint.rows, self.joint.columns)
+        return Curvature(blocks, joint, self.joint_units)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (unit, tensor) for every tensor of the curvature."""
+        for name, block in self.blocks.items():
+            yield from ((name, tensor) for tensor in parts(block).values())
+        if self.joint is not None:
+            yield from ((" and ".join(self.joint_units), tensor) for tensor in parts(self.joint).values())
+
+    def without(self, units: Collection[str]) -> Curvature:
+        """Return the curvature of all other units."""
+        blocks = {name: block for name, block in self.blocks.items() if name not in units}
+        places = [place for place, name in enumerate(self.joint_units) if name not in units]
+        if self.joint is None or len(places) == len(self.joint_units):
+            return Curvature(blocks, self.joint, self.joint_units)
+        joint = _cut(self.joint, places) if places else None
+        return Curvature(blocks, joint, tuple(self.joint_units[place] for place in places))
+
+    def extend(
+        self, other: Curvature, own: float, others: float, *, homogeneous: Container[str], keep_all: bool = False
+    ) -> Curvature:
+        """Return own * (this) + others * (the other): the postprocessing of the paper.
+
+        Terms are averaged (see `xkfac.averaging`), at constant size, or with `keep_all` all are kept, which is exact. A
+        unit that only one side has counts as zero on the other. `homogeneous`: the units whose inputs are extended by
+        a 1, which averages of means go by.
+
+        Raises XkfacError when the two were estimated in ways that do not add up.
+        """
+        if self.joint_units != other.joint_units:
+            raise XkfacError("the two curvatures join different units across layers; estimate both with the same units")
+        blocks: dict[str, Block] = {}
+        for name in dict.fromkeys([*self.blocks, *other.blocks]):
+            one, two = self.blocks.get(name), other.blocks.get(name)
+            blocks[name] = _combine(name, one, two, own, others, keep_all, name in homogeneous)
+        joint = self.joint
+        if joint is not None and other.joint is not None:
+            extended = [name in homogeneous for name in self.joint_units]
+            joint = (
+                joint.scale(own).join(other.joint.scale(others))
+                if keep_all
+                else joint.average(other.joint, own, others, homogeneous=extended)
+            )
+        return Curvature(blocks, joint, self.joint_units)
+
+
+def _cut(joint: KhatriRao, places: Sequence[int]) -> KhatriRao:
+    """Return the blocks between the units at some places alone."""
+    chosen = []
+    for sizes in (joint.columns, joint.rows):
+        starts = [sum(sizes[:place]) for place in places]
+        pairs = zip(starts, places, strict=True)
+        chosen.append([index for start, place in pairs for index in range(start, start + sizes[place])])
+    columns, rows = chosen
+    terms = [
+        replace(
+            term,
+            left=term.left[:, :, columns] if term.low_rank else term.left[:, columns][:, :, columns],
+            right=term.right[:, rows][:, :, rows],
+        )
+        for term in joint.terms
+    ]
+    return KhatriRao(tuple(terms), *(tuple(sizes[place] for place in places) for sizes in (joint.rows, joint.columns)))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor are finite. Their sum says so, in one reading of them, unless it overflows."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: bool, homogeneous: bool) -> Block:
+    if a is None or b is None:
+        present: Block = b.scale(others) if a is None else a.scale(own)
+        return present
+    if type(a) is not type(b):
+        raise XkfacError(
+            f"unit '{name}' has a {type(a).__name__} block on one side and a {type(b).__name__} block on the other; "
+            "estimate both the same way"
+        )
+    try:
+        if keep_all:
+            combined: Block = a.scale(own).join(b.scale(others))
+        elif isinstance(a, Kronecker):
+            combined = a.average(b, own, others, homogeneous=homogeneous)
+        else:
+            combined = a.average(b, own, others)
+    except XkfacError as error:
+        raise XkfacError(f"unit '{name}': {error}") from None
+    return combined

@@ -1,0 +1,309 @@
+"""Pictures of a tree, decoded once into a cache from which many processes map them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import torch
+from torch import Tensor
+
+from xkfac.experiments.data.digits import DataError
+from xkfac.experiments.data.tree_files import FORMATS, MOST_PIXELS, reader
+from xkfac.experiments.data.trees import Entry, Tree, find_tree, labels_of
+from xkfac.experiments.files import at_home
+from xkfac.experiments.packages import PackageError, imported
+from xkfac.experiments.recipes.toml_tables import nearest
+
+__all__ = ["PictureParts", "Pictures", "Tree", "find_tree", "load_pictures"]
+
+PART_NAMES = ("train", "validation", "test")
+VERSION = 1  # of what a cache file holds
+MOST_WORKERS = 1024
+BLOCK = 64  # pictures that a process decodes at a time
+
+Resize = Literal["squash", "crop"]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Pictures x [n, 3, S, S], uint8, and labels y [n], int64."""
+
+    x: Tensor
+    y: Tensor
+
+    def to(self, device: torch.device | str) -> Pictures:
+        """Return the pictures on `device`."""
+        return Pictures(self.x.to(device), self.y.to(device))
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True, eq=False)
+class PictureParts:
+    """The parts of a tree and the names of its classes; no picture is in two parts, a part not asked for is empty."""
+
+    train: Pictures
+    validation: Pictures
+    test: Pictures
+    classes: tuple[str, ...]
+
+    def to(self, device: torch.device | str) -> PictureParts:
+        """Return all parts on `device`."""
+        return PictureParts(self.train.to(device), self.validation.to(device), self.test.to(device), self.classes)
+
+
+def load_pictures(
+    path: str | Path | Tree,
+    *,
+    pixels: int,
+    resize: Resize,
+    stored: int | None = None,
+    validation: float,
+    limit: int | None = None,
+    cache: Path | None = None,
+    workers: int = 1,
+    progress: Progress | None = None,
+    parts: Sequence[str] = PART_NAMES,
+) -> PictureParts:
+    """Return the parts of a tree, memory-mapped from the cache; what is not in there is decoded first.
+
+    path: where it is, or a tree that was listed before.
+    pixels: the side of a network's input. stored: the side S of the pictures returned, by default `pixels` for
+    "squash", which resizes to a square whatever the shape, and 256 / 224 of it for "crop", which resizes the shorter
+    side and takes the centre. Both resize as torchvision does; colours are RGB, and orientation tags are not heeded.
+    validation, limit: see `Tree.split`; the validation part does not depend on `limit`.
+    cache: a folder, by default XKFAC_CACHE or ~/.cache/xkfac. Processes that ask for the same wait for the first.
+    workers: processes that decode; with more than one a script needs its `if __name__ == "__main__"`.
+    progress: called with how many pictures are decoded, and of how many. parts: pictures of others are not opened.
+    Raises DataError when the tree is not as it must be, a picture cannot be read, or the cache cannot be written.
+    """
+    stored = _stored(pixels, resize, stored)
+    if not 1 <= workers <= MOST_WORKERS or not set(parts) <= set(PART_NAMES):
+        raise DataError(
+            f"workers is {workers} and parts are {list(parts)}; workers must be at least 1 and at most {MOST_WORKERS}, "
+            f"and parts some of {', '.join(PART_NAMES)}"
+        )
+    try:
+        imported("PIL.Image", "an image")
+    except PackageError as error:
+        raise DataError(str(error)) from None
+    tree = path if isinstance(path, Tree) else Tree.read(path)
+    train, aside = tree.split(validation, limit)
+    everything = {"train": train, "validation": aside, "test": tree.test}
+    asked = {part: entries if part in parts else () for part, entries in everything.items()}
+    folder = at_home(cache or os.environ.get("XKFAC_CACHE") or "~/.cache/xkfac") / "pictures"
+    files = {part: folder / _cache_name(tree.path, part, asked[part], stored, resize) for part in PART_NAMES}
+    with _Decoder(tree.path, stored, resize, workers) as decoder:
+        _fill({files[part]: asked[part] for part in PART_NAMES if asked[part]}, decoder, progress)
+
+    def pictures(part: str) -> Pictures:
+        return Pictures(_mapped(files[part], len(asked[part]), stored), labels_of(asked[part]))
+
+    return PictureParts(pictures("train"), pictures("validation"), pictures("test"), tree.classes)
+
+
+def _stored(pixels: int, resize: str, stored: int | None) -> int:
+    if resize not in ("squash", "crop"):
+        raise DataError(f"resize is '{resize}'{nearest(str(resize), ('squash', 'crop'))}; it is 'squash' or 'crop'")
+    if pixels < 1:
+        raise DataError(f"pixels is {pixels}; it must be at least 1")
+    if stored is None:
+        return pixels if resize == "squash" else round(pixels * 256 / 224)
+    if stored < pixels:
+        raise DataError(f"stored is {stored}; it must be at least as many as the {pixels} pixels of an input")
+    return stored
+
+
+def _fill(files: Mapping[Path, Sequence[Entry]], decoder: _Decoder, progress: Progress | None) -> None:
+    """Write those cache files that are not there as a whole."""
+    missing = {path: entries for path, entries in files.items() if not _whole(path, len(entries) * decoder.size)}
+    total, done = sum(map(len, missing.values())), 0
+    for path, entries in missing.items():
+        try:
+            with _claimed(path, len(entries) * decoder.size) as file:
+                if file is None:
+                    done += len(entries)
+                    continue
+                for block in decoder.blocks([entry.name for entry in entries]):
+                    file.write(block)
+                    done += len(block) // decoder.size
+                    if progress:
+                        progress(done, total)
+        except OSError as error:
+            raise DataError(
+                f"the cache '{path.parent}' cannot be written ({error}); free space there, or name another folder in "
+                "the variable XKFAC_CACHE"
+            ) from error
+
+
+def _cache_name(path: Path, part: str, entries: Sequence[Entry], stored: int, resize: str) -> str:
+    """Return the name of a cache file: it changes with all that its content depends on.
+
+    A zip file says by checksums what is in it, wherever it lies; files of a folder are known by place, size and time.
+    """
+    place = str(path.absolute()) if path.is_dir() else ""
+    digest = hashlib.blake2b(json.dumps([VERSION, place, stored, resize]).encode(), digest_size=16)
+    for entry in entries:
+        digest.update(f"{entry.name}\0{entry.stamp}\n".encode(errors="surrogateescape"))
+    return f"{path.stem}-{part}-{stored}-{digest.hexdigest()}.bytes"
+
+
+def _whole(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _mapped(path: Path, count: int, stored: int) -> Tensor:
+    """Return the pictures [count, 3, stored, stored] of a cache file, mapped; writing on them changes no file."""
+    shape = (count, 3, stored, stored)
+    if count == 0:
+        return torch.empty(shape, dtype=torch.uint8, device="cpu")
+    size = math.prod(shape)
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu").view(shape)
+
+
+@contextlib.contextmanager
+def _claimed(path: Path, size: int) -> Iterator[BinaryIO | None]:
+    """Yield a file that becomes `path` when all went well, held by this process alone; None when `path` is there.
+
+    The file is its own lock. Whoever waited for it finds that its name is gone or taken by another, and looks anew.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    while not _whole(path, size):
+        with part.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(file, part):
+                continue
+            try:
+                if _whole(path, size):  # finished by another between the look at it and the claim
+                    part.unlink()
+                    continue
+                file.truncate(0)  # what a process that was killed has left
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                part.replace(path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+            return
+    yield None
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file has that name still, which others may take away at any moment."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+class _Decoder:
+    """Decodes pictures of a tree to bytes [3, stored, stored], in this process or, with more workers, in others."""
+
+    def __init__(self, path: Path, stored: int, resize: Resize, workers: int) -> None:
+        self.size = 3 * stored * stored
+        self._path, self._stored, self._resize = path, stored, resize
+        self._workers = workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> _Decoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+    def blocks(self, names: Sequence[str]) -> Iterator[bytes]:
+        """Yield the bytes of the pictures in order, of up to BLOCK at a time."""
+        groups = [names[start : start + BLOCK] for start in range(0, len(names), BLOCK)]
+        if self._workers == 1 or len(groups) == 1:  # starting processes would take longer
+            read = reader(self._path)
+            for group in groups:
+                yield _decoded(read, self._path, group, self._stored, self._resize)
+            return
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(self._workers, multiprocessing.get_context("spawn"))
+        waiting: deque[Future[bytes]] = deque()
+        try:
+            for group in groups:
+                waiting.append(self._pool.submit(_decoded_apart, self._path, group, self._stored, self._resize))
+                if len(waiting) > 2 * self._workers:  # so that finished blocks do not pile up
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"a process that decodes pictures of '{self._path}' ended early, for want of memory or of a script's "
+                f'`if __name__ == "__main__"` ({error}); use one worker'
+            ) from error
+
+
+_one_reader = functools.cache(reader)
+
+
+def _decoded_apart(path: Path, names: Sequence[str], stored: int, resize: Resize) -> bytes:
+    """Decode in a process of a pool, which opens its tree once: it lives no longer than one load."""
+    return _decoded(_one_reader(path), path, names, stored, resize)
+
+
+def _decoded(read: Callable[[str], bytes], path: Path, names: Sequence[str], stored: int, resize: Resize) -> bytes:
+    """Return the bytes [len(names), 3, stored, stored] of pictures."""
+    pictures = []
+    for name in names:
+        try:
+            pictures.append(decoded(read(name), stored, resize))
+        except Exception as error:  # readers of damaged files raise whatever they meet
+            raise DataError(
+                f"'{name}' of '{path}' cannot be read as a picture ({error}); replace or remove it"
+            ) from None
+    return b"".join(pictures)
+
+
+def decoded(content: bytes, stored: int, resize: Resize) -> bytes:
+    """Return the bytes [3, stored, stored] of a picture file's content: RGB, resized as torchvision does.
+
+    Raises whatever Pillow does, and ValueError for too many pixels, which are counted before any is decoded, and for
+    grey values of more than 8 bits, whose range nobody knows.
+    """
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # pixels are counted below
+        opened = Image.open(io.BytesIO(content), formats=FORMATS)
+    with opened as file:
+        if file.width * file.height > MOST_PIXELS:
+            raise ValueError(f"it has {file.width} x {file.height} pixels: save it with at most {MOST_PIXELS:,}")
+        if file.mode.startswith(("I", "F")):
+            raise ValueError("its values have more than 8 bits: save it with 8")
+        image = file.convert("RGB")
+    width, height = image.size
+    if resize == "crop":
+        short = min(width, height)
+        width, height = (int(stored * side / short) for side in (width, height))
+        if width * height > MOST_PIXELS:
+            raise ValueError(f"its sides are {image.width} and {image.height}, too unlike to take the square between")
+    else:
+        width = height = stored
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, top = round((width - stored) / 2), round((height - stored) / 2)
+    image = image.crop((left, top, left + stored, top + stored))
+    return b"".join(channel.tobytes() for channel in image.split())

@@ -1,0 +1,174 @@
+"""The files of an image tree: regular ones inside it alone, of a few formats, their sizes checked before they are read.
+
+A link is followed where it leads to a regular file, or to a folder, inside the tree. One that leads out of it, named
+pipes, devices and files that are too large are errors, and so is a folder that links lead to twice, because links in a
+circle would have no end.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+from xkfac.experiments.data.digits import DataError
+from xkfac.experiments.files import in_words, read_regular, reason
+
+LARGEST_FILE = 2**28  # bytes of one image
+MOST_PIXELS = 80_000_000  # of one image, which takes 240 MB when it is decoded
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # as Pillow calls them
+ENDINGS = frozenset(
+    (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
+)
+TEST_NAMES = ("test", "val", "validation")
+PARTS = frozenset(("train", *TEST_NAMES))
+Files = list[tuple[str, str]]  # names, with slashes, and stamps; the name of a folder ends with a slash
+
+
+def list_files(path: Path) -> Files:
+    """Return what is in a folder or a zip file; of folders beside the parts of the tree the names alone.
+
+    Hidden files and `__MACOSX` are left out. A stamp changes when its file does; what is no image by its ending has an
+    empty one.
+
+    Raises DataError when the tree cannot be read, or an image of it is no regular file inside it, or is too large.
+    """
+    try:
+        return list(_Folder(path).files() if path.is_dir() else _zip_files(path))
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RecursionError) as error:
+        raise DataError(
+            f"'{path}' cannot be read, or is a damaged zip file ({reason(error)}); fetch or make it again"
+        ) from error
+
+
+def reader(path: Path) -> Callable[[str], bytes]:
+    """Return a function from the name of an image in a tree to the bytes of its file.
+
+    It raises OSError, or what zipfile does, for what cannot be read, is not inside the tree, or is too large.
+    """
+    if path.is_dir():
+        root = path.resolve()
+        return lambda name: read_regular(_inside(root, path / name), LARGEST_FILE, follow=False)
+    archive = zipfile.ZipFile(path)
+
+    def read(name: str) -> bytes:
+        with archive.open(name) as file:
+            content = file.read(LARGEST_FILE + 1)  # whatever size the archive declares
+        if len(content) > LARGEST_FILE:
+            raise OSError(_too_large())
+        return content
+
+    return read
+
+
+def is_image(name: str) -> bool:
+    """Whether a file is an image by its ending."""
+    return PurePosixPath(name).suffix.lower() in ENDINGS
+
+
+def _too_large() -> str:
+    return f"it has more than {in_words(LARGEST_FILE)}"
+
+
+def _inside(root: Path, path: Path) -> Path:
+    """Return where a path leads to, which must be inside a folder; both without links.
+
+    Raises OSError when it leads out of it, or nowhere.
+    """
+    found = path.resolve(strict=True)
+    if not found.is_relative_to(root):
+        raise OSError("it is a link that leads out of the tree")
+    return found
+
+
+class _Folder:
+    """A tree that is a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._root = path, path.resolve()
+        self._linked: set[Path] = set()
+
+    def files(self) -> Iterator[tuple[str, str]]:
+        """Yield what is in the parts of the tree, possibly below one folder more, and the names of other folders."""
+        prefix = ""
+        top = self._subfolders(prefix)
+        if len(top) == 1 and PARTS.isdisjoint(top):
+            prefix = f"{top[0]}/"
+            self._enter(top[0])
+            top = self._subfolders(prefix)
+        for name in top:
+            yield f"{prefix}{name}/", ""
+            if name in PARTS:
+                self._enter(f"{prefix}{name}")
+                yield from self._below(f"{prefix}{name}/")
+
+    def _subfolders(self, prefix: str) -> list[str]:
+        return [item.name for item in (self._path / prefix).iterdir() if item.is_dir() and not hidden(item.name)]
+
+    def _below(self, prefix: str) -> Iterator[tuple[str, str]]:
+        with os.scandir(self._path / prefix) as items:
+            for item in items:
+                if hidden(item.name):
+                    continue
+                name = f"{prefix}{item.name}"
+                # Of a link that leads to itself `item.is_dir` would raise an error that does not name it.
+                if item.is_dir(follow_symlinks=False) or (item.is_symlink() and Path(item.path).is_dir()):
+                    self._enter(name)
+                    yield f"{name}/", ""
+                    yield from self._below(f"{name}/")
+                else:
+                    yield name, self._stamp(name) if is_image(name) else ""
+
+    def _enter(self, name: str) -> None:
+        """Check a folder that is about to be listed."""
+        if not (self._path / name).is_symlink():
+            return
+        found = self._found(name)
+        if found in self._linked:
+            raise DataError(
+                f"'{name}' of '{self._path}' is a link to a folder that another link leads to, or itself in a circle; "
+                "remove it"
+            )
+        self._linked.add(found)
+
+    def _stamp(self, name: str) -> str:
+        """Return the stamp of a file, after checking that it may be read."""
+        status = self._found(name).lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"'{name}' of '{self._path}' is no regular file; remove it")
+        _check_size(self._path, name, status.st_size)
+        return f"{status.st_size}:{status.st_mtime_ns}"
+
+    def _found(self, name: str) -> Path:
+        try:
+            return _inside(self._root, self._path / name)
+        except (OSError, RuntimeError) as error:  # RuntimeError is what links in a circle give
+            raise DataError(
+                f"'{name}' of '{self._path}' cannot be used ({reason(error)}); put a copy in its place, or remove it"
+            ) from None
+
+
+def _zip_files(path: Path) -> Iterator[tuple[str, str]]:
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename: info for info in archive.infolist()}  # of two with one name the last one counts
+    for name, info in members.items():
+        if any(hidden(step) for step in name.split("/")):
+            continue
+        if is_image(name):
+            _check_size(path, name, info.file_size)
+        yield name, f"{info.file_size}:{info.CRC:08x}"
+
+
+def _check_size(path: Path, name: str, size: int) -> None:
+    if size > LARGEST_FILE:
+        raise DataError(
+            f"'{name}' of '{path}' has {in_words(size)}, and an image may have {in_words(LARGEST_FILE)}; make it "
+            "smaller, or remove it"
+        )
+
+
+def hidden(name: str) -> bool:
+    """Whether a file or folder is none of the tree's."""
+    return name.startswith(".") or name == "__MACOSX"

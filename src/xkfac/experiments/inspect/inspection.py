@@ -1,0 +1,192 @@
+"""What a memory file holds, in numbers that a person can judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xkfac.curvature.blocks import Block, KhatriRao, Kronecker
+from xkfac.curvature.operator import Settings
+from xkfac.experiments.inspect.entries import MeanEntry, approximations, derivable, mean_absolute, over_blocks
+from xkfac.experiments.inspect.spectra import effective_rank, largest_eigenvalue, spectra, trace
+from xkfac.memory import Memory
+from xkfac.model.units import Unit
+
+NAMES = {"kfac": "K-FAC", "xkfac": "XK-FAC", "difference": "difference"}
+_NOTHING = "-"
+
+Show = Callable[[int, int, str], None]
+
+
+def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show: Show | None = None) -> dict[str, Any]:
+    """Return the facts of a memory file as plain values: of the memory, of each unit, and of its calibration.
+
+    Of each unit, `trace` is that of its curvature block: the sum of the Fisher information of all its numbers.
+    `between` is the share of it in the last term of each task's: what the gradients of a mini-batch have in common.
+    `largest`, `effective rank` and `spectra` are explained at `xkfac.experiments.spectra`, the `entries` of units and
+    memory, mean absolute values with standard errors, at `xkfac.experiments.entries`.
+
+    batch: the size of the mini-batches that the factors were estimated with, which the paper's form needs to tell
+    K-FAC. seed: of the entries that are drawn. show: is told how many units are done, of how many, and which is next.
+
+    Raises MemoryFileError for what is no memory, XkfacError for a `batch` that has no use.
+    """
+    memory = Memory.load(path)
+    note = ""
+    if memory.curvature.blocks or memory.curvature.joint:
+        note = derivable(memory.method.settings, batch, averaged=_is_averaged(memory))
+    generator = torch.Generator().manual_seed(seed)
+    units, entries = [], []
+    for place, unit in enumerate(memory.units):
+        if show is not None:
+            show(place, len(memory.units), unit.name)
+        block, joint = _block(memory, unit.name)
+        means = _entries(block, memory, batch, generator)
+        entries.append(means)
+        units.append(_unit_facts(memory, unit, block, joint, means))
+    return {
+        "file": str(path),
+        "megabytes": round(path.stat().st_size / 1e6, 2),
+        "tasks": memory.tasks,
+        "examples": memory.examples,
+        "method": memory.method.name,
+        "settings": asdict(memory.method.settings),
+        "likelihood": memory.likelihood.name,
+        "calibration": _calibration(memory),
+        "entries": {**_over_units(entries), "note": note},
+        "units": units,
+    }
+
+
+def _unit_facts(
+    memory: Memory, unit: Unit, block: Block, joint: bool, means: Mapping[str, MeanEntry]
+) -> dict[str, Any]:
+    levels = len(memory.method.settings.levels)
+    total, share = trace(block), None
+    if isinstance(block, Kronecker) and levels > 1 and total:
+        share = trace(Kronecker(block.terms[levels - 1 :: levels])) / total
+    found = spectra(block)
+    largest, distance = (found[0].largest, 0.0) if len(found) == 1 else largest_eigenvalue(block)
+    return {
+        "unit": unit.name,
+        "kind": unit.kind,
+        "norm": unit.norm,
+        "shape": "x".join(map(str, unit.shape)),
+        "curvature": "joint" if joint else type(block).__name__.lower(),
+        "trace": total,
+        "between": share,
+        "largest": largest,
+        "largest within": distance,
+        "effective rank": effective_rank(block),
+        "spectra": [{**asdict(each), "decades": list(each.decades), "sparkline": each.sparkline} for each in found],
+        "anchor norm": float(memory.anchor[unit.name].norm()),
+        "entries": {name: asdict(mean) for name, mean in means.items()} or None,
+    }
+
+
+def _block(memory: Memory, name: str) -> tuple[Block, bool]:
+    """Return the block of a unit, and whether it is cut out of a product across layers."""
+    curvature = memory.curvature
+    if name in curvature.blocks or curvature.joint is None:
+        return curvature.blocks[name], False
+    return curvature.joint.own_block(curvature.joint_units.index(name)), True
+
+
+def _entries(block: Block, memory: Memory, batch: int | None, generator: torch.Generator) -> dict[str, MeanEntry]:
+    """Return the mean absolute entries of a block in the approximations that can be known."""
+    if not isinstance(block, Kronecker):
+        return {}
+    sums = approximations(block, memory.method.settings, batch, averaged=_is_averaged(memory))
+    found = {name: getattr(sums, name) for name in NAMES}
+    return {name: mean_absolute(terms, generator) for name, terms in found.items() if terms is not None}
+
+
+def _is_averaged(memory: Memory) -> bool:
+    """Whether the terms of a memory are averages over several tasks."""
+    sums = [block for block in (*memory.curvature.blocks.values(), memory.curvature.joint) if block is not None]
+    terms = [len(block.terms) for block in sums if isinstance(block, (Kronecker, KhatriRao))]
+    return max(terms, default=0) < memory.tasks * len(memory.method.settings.levels)
+
+
+def _calibration(memory: Memory) -> dict[str, Any] | None:
+    if memory.calibration is None:
+        return None
+    return {**asdict(memory.calibration), "curve": [asdict(point) for point in memory.calibration.curve]}
+
+
+def _over_units(entries: Sequence[Mapping[str, MeanEntry]]) -> dict[str, Any]:
+    """Return the means over all entries of all blocks, None where they cannot be known."""
+    means = {name: over_blocks(of[name] for of in entries if name in of) for name in NAMES}
+    return {name: None if mean is None else asdict(mean) for name, mean in means.items()}
+
+
+def facts(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return what was found of a memory as a whole, as a terminal shows it."""
+    plain = ("file", "megabytes", "tasks", "examples", "method", "likelihood")
+    shown = {name: str(found[name]) for name in plain}
+    shown["settings"] = ", ".join(f"{key} {value}" for key, value in found["settings"].items() if value is not None)
+    means = [f"{label} {_mean(found['entries'][name])}" for name, label in NAMES.items() if found["entries"][name]]
+    if means:
+        shown["mean absolute entry of all blocks"] = ", ".join(means)
+    if found["entries"]["note"]:
+        shown["note"] = found["entries"]["note"]
+    if found["calibration"]:
+        scale, radius, examples = (found["calibration"][name] for name in ("scale", "radius", "examples"))
+        shown["calibration"] = f"scale {scale:.3g}, radius {radius:.3g}, measured on {examples} examples"
+    return shown
+
+
+def unit_table(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return a row for each unit below a header; the spectra are those of the last task's terms, joined by +."""
+    levels = len(Settings(**found["settings"]).levels)
+    names = ("unit", "kind", "norm", "shape", "curvature", "trace", "between")
+    rows = [[*names, "largest", "effective rank", "90% of trace in", "spectrum", "anchor norm", *NAMES.values()]]
+    for unit in found["units"]:
+        every = unit["spectra"]
+        shown = every[-levels:]
+        more = "… + " if len(shown) < len(every) else ""
+        rows.append(
+            [
+                *(_number(unit[name]) for name in names),
+                # Lanczos' method comes from below; where it was cut short it has a bound, not the number.
+                ("≥ " if unit["largest within"] > 2e-3 * unit["largest"] else "") + _number(unit["largest"]),
+                _number(unit["effective rank"]),
+                more + " + ".join(f"{each['ninety']}/{each['size']}" for each in shown),
+                more + " + ".join(each["sparkline"] for each in shown),
+                _number(unit["anchor norm"]),
+                *(_mean((unit["entries"] or {}).get(name)) for name in NAMES),
+            ]
+        )
+    return rows
+
+
+def calibration_table(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return the measured curve of a memory's calibration, a row a point below a header; nothing if it has none.
+
+    `scaled` is the predicted penalty times the scale, which should be the real rise of the loss.
+    """
+    if not found["calibration"]:
+        return []
+    scale, radius = found["calibration"]["scale"], found["calibration"]["radius"]
+    rows = [["predicted", "scaled", "real", "trusted"]]
+    for point in found["calibration"]["curve"]:
+        predicted = point["predicted"]
+        numbers = (_number(value) for value in (predicted, scale * predicted, point["real"]))
+        rows.append([*numbers, "yes" if predicted <= radius else "no"])
+    return rows
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return _NOTHING
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _mean(mean: Mapping[str, Any] | None) -> str:
+    if mean is None:
+        return _NOTHING
+    return f"{mean['mean']:.3g}" + (f" ± {mean['error']:.1g}" if mean["error"] else "")

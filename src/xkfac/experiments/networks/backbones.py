@@ -1,0 +1,168 @@
+"""Deep networks with one head a task on a trunk that torchvision or timm knows by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from xkfac.experiments.data.digits import stream
+from xkfac.experiments.networks.library import BackboneError, classifier_path, library_model, near
+from xkfac.task_layers import enter_task, give_task_layers, give_task_norms, using_task
+
+Stem = Literal["standard", "small"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Which network a trunk is of: its name, its stem, and the path of the classifier that was taken off."""
+
+    model: str
+    stem: Stem
+    classifier: str
+
+
+class ManyHeaded(nn.Module):
+    """A trunk and one linear head a task, of which the active one is used.
+
+    All heads are there from the start, so that the structure of the state never changes. The trunk gives features
+    [N, width]. Head and trunk weights are fixed by the seed alone, whatever other tasks there are. What is kept of a
+    task is of the trunk: `xkfac.consolidate(net, loader, exclude=["heads.*"])`.
+
+    Raises BackboneError for tasks without classes, or names that cannot be those of modules.
+    """
+
+    def __init__(
+        self,
+        trunk: nn.Module,
+        width: int,
+        tasks: Mapping[str, int],
+        *,
+        seed: int,
+        bias: bool = True,
+        architecture: Architecture | None = None,
+    ) -> None:
+        super().__init__()
+        _check_tasks(tasks)
+        self.trunk = trunk
+        self.heads = nn.ModuleDict()
+        for task, classes in tasks.items():
+            with _fixed("head", seed, task):
+                self.heads[task] = nn.Linear(width, classes, bias)
+        self.architecture = architecture
+        self.active = next(iter(tasks))
+        self.enter(self.active)
+
+    @property
+    def tasks(self) -> dict[str, int]:
+        """The tasks and their numbers of classes."""
+        return {task: self.head(task).out_features for task in self.heads}
+
+    def head(self, task: str) -> nn.Linear:
+        """Return the head of a task.
+
+        Raises BackboneError when there is none.
+        """
+        if task not in self.heads:
+            raise BackboneError(
+                f"there is no head for task '{task}'{near(task, self.heads)}; name one of {_list(self)}"
+            )
+        head = self.heads[task]
+        assert isinstance(head, nn.Linear)
+        return head
+
+    def enter(self, task: str) -> None:
+        """Make a task the active one: the trunk and its head learn, all other heads stand still."""
+        head = self.head(task)
+        self.requires_grad_(True)
+        self.heads.requires_grad_(False)
+        head.requires_grad_(True)
+        enter_task(self.trunk, task)
+        for parameter in self.heads.parameters():
+            # An optimizer applies weight decay and momentum wherever there is a gradient, be it an old one.
+            parameter.grad = parameter.grad if parameter.requires_grad else None
+        self.active = task
+
+    @contextlib.contextmanager
+    def using(self, task: str) -> Iterator[None]:
+        """Use the head of a task for a while, to measure it; what learns stays as it is."""
+        self.head(task)
+        before = self.active
+        with using_task(self.trunk, task):
+            self.active = task
+            try:
+                yield
+            finally:
+                self.active = before
+
+    def give_layers(self, own: Iterable[str] = (), *, norms: bool = True) -> None:
+        """Give each task its own of those layers of the trunk that patterns name, and BN, as copies of what is there.
+
+        Raises XkfacError for a pattern that matches nothing.
+        """
+        give_task_layers(self.trunk, self.heads, own)
+        if norms:
+            give_task_norms(self.trunk, self.heads)
+        self.enter(self.active)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scores [N, classes] of the active task."""
+        scores: Tensor = self.heads[self.active](self.trunk(x))
+        return scores
+
+
+def make_backbone(model: str, tasks: Mapping[str, int], *, stem: Stem = "standard", seed: int) -> ManyHeaded:
+    """Return the network `model` with a head for every task (name -> classes), its weights fixed by the seed alone.
+
+    model: a classification network of torchvision, as "resnet18", or "timm:NAME" for one of timm. Its classifier is
+    taken off and says how wide a head is. stem: "small" leaves out the max-pooling behind the first convolution, for
+    images of 64 pixels and below; weights of either stem have the same shapes.
+
+    Raises BackboneError for a name that is not known, a network whose classifier is not one linear layer, and a small
+    stem of one without such a pooling.
+    """
+    if stem not in get_args(Stem):
+        raise BackboneError(f"stem is '{stem}'; it must be one of {', '.join(get_args(Stem))}")
+    with _fixed("weights", seed):
+        trunk = library_model(model)
+    path = classifier_path(model, trunk)
+    classifier = trunk.get_submodule(path)
+    if not isinstance(classifier, nn.Linear):
+        raise BackboneError(
+            f"the classifier '{path}' of '{model}' is a {type(classifier).__name__}, not a linear layer, and cannot be "
+            "replaced by heads; choose another model"
+        )
+    trunk.set_submodule(path, nn.Identity())
+    if stem == "small":
+        if not isinstance(getattr(trunk, "maxpool", None), nn.Module):
+            raise BackboneError(f"'{model}' has no 'maxpool' that a small stem could leave out; use stem='standard'")
+        trunk.maxpool = nn.Identity()
+    architecture = Architecture(model, stem, path)
+    bias = classifier.bias is not None
+    return ManyHeaded(trunk, classifier.in_features, tasks, seed=seed, bias=bias, architecture=architecture)
+
+
+@contextlib.contextmanager
+def _fixed(*key: str | int) -> Iterator[None]:
+    """Draw weights on the CPU from a stream of their own; torch's generator goes on as if nothing was drawn."""
+    with torch.random.fork_rng(devices=()), torch.device("cpu"):
+        torch.default_generator.manual_seed(stream(*key).initial_seed())
+        yield
+
+
+def _check_tasks(tasks: Mapping[str, int]) -> None:
+    if not tasks:
+        raise BackboneError("a network needs at least one task; give tasks as {name: number of classes}")
+    for task, classes in tasks.items():
+        if not task or "." in task or hasattr(nn.ModuleDict(), task):
+            raise BackboneError(f"a task cannot be named '{task}', as its head is a module; choose another name")
+        if not isinstance(classes, int) or isinstance(classes, bool) or classes < 1:
+            raise BackboneError(f"task '{task}' has {classes!r} classes; it must be an integer of at least 1")
+
+
+def _list(net: ManyHeaded) -> str:
+    return ", ".join(net.heads)

@@ -1,0 +1,272 @@
+"""The training of a source network: how it is made, and its epochs, captured as graphs on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xkfac.errors import XkfacError
+from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.digits import stream
+from xkfac.experiments.data.images import Pictures, Resize
+from xkfac.experiments.networks.backbones import ManyHeaded, Stem
+
+CHUNK = 1000  # pictures that are measured at a time
+
+
+class PretrainingError(XkfacError):
+    """A source network that cannot be made as asked."""
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """How a source network is made; all of it decides its numbers.
+
+    validation: share of the training pictures that is set aside. lr: the greatest learning rate, reached in a line
+    after `warmup`, a share of all steps, from where it falls to 0 along a cosine. decay: weight decay of all weights
+    but biases and those of normalisation. smoothing: of labels. scale: range of a random crop's area, (1, 1) for none.
+    mixup, cutmix: alpha of the Beta distribution of shares, 0 for none. average: decay of the running average of
+    weights and BN statistics that becomes the result, 0 for the last weights themselves.
+
+    Raises PretrainingError when one of them makes no sense.
+    """
+
+    model: str = "resnet18"
+    stem: Stem = "standard"
+    pixels: int = 64
+    resize: Resize = "squash"
+    stored: int | None = None
+    validation: float = 0.1
+    epochs: int = 60
+    batch: int = 256
+    lr: float = 0.2
+    warmup: float = 0.1
+    momentum: float = 0.9
+    decay: float = 5e-4
+    smoothing: float = 0.1
+    scale: tuple[float, float] = (0.25, 1.0)
+    flip: bool = True
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    average: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        limits: dict[str, tuple[float, float]] = {"epochs": (1, 100_000), "pixels": (1, 8193), "seed": (0, 2**53)}
+        limits["batch"] = (2, math.inf)  # BN has no variance of one picture
+        limits |= dict.fromkeys(("lr", "decay", "mixup", "cutmix"), (0, math.inf))
+        limits |= dict.fromkeys(("validation", "warmup", "momentum", "smoothing", "average"), (0, 1))
+        for name, (least, below) in limits.items():
+            value = getattr(self, name)
+            if not least <= value < below:
+                bound = "" if below == math.inf else f" and less than {below}"
+                raise PretrainingError(f"{name} is {value}; it must be at least {least}{bound}")
+        if self.mixup and self.cutmix:
+            raise PretrainingError("mixup and cutmix are both given; a batch is mixed one way, so leave one at 0")
+        for name, known in (("stem", get_args(Stem)), ("resize", get_args(Resize))):
+            if getattr(self, name) not in known:
+                raise PretrainingError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(known)}")
+        _ = self.augmentation  # says what is wrong with it before any image is decoded
+
+    @property
+    def augmentation(self) -> Augmentation:
+        """How pictures become inputs."""
+        return Augmentation(self.pixels, scale=self.scale, flip=self.flip)
+
+    def rates(self, steps: int) -> Tensor:
+        """Return the learning rates [epochs, steps] of all steps."""
+        total, warm = self.epochs * steps, round(self.warmup * self.epochs * steps)
+        step = torch.arange(total, dtype=torch.float64, device="cpu")
+        falling = 0.5 * (1 + torch.cos(math.pi * (step - warm) / max(total - warm, 1)))
+        return (self.lr * torch.where(step < warm, (step + 1) / max(warm, 1), falling)).float().view(-1, steps)
+
+
+class Trainer:
+    """Runs epochs; on a GPU a step, augmentation included, is captured as a graph and replayed from then on.
+
+    All that is random in an epoch, and its learning rates, are on the device before it starts; a step finds its share
+    of them by its place.
+    """
+
+    def __init__(self, net: ManyHeaded, pictures: Pictures, settings: Pretraining) -> None:
+        self.net, self.settings, self._pictures = net, settings, pictures
+        self._device = pictures.x.device
+        self._augmentation = settings.augmentation
+        self._rates = settings.rates(len(pictures) // settings.batch)
+        self._optimizer = _optimizer(net, settings, self._device)
+        self._average = copy.deepcopy(net).requires_grad_(False) if settings.average else None
+        self._place = torch.zeros(1, dtype=torch.long, device=self._device)
+        self._loss = torch.zeros((), device=self._device)
+        self._draws: dict[str, Tensor] = {}
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def result(self) -> ManyHeaded:
+        """The network to be measured and kept."""
+        return self._average or self.net
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all tensors that training changes from epoch to epoch, not copied, by name."""
+        state = {f"net/{name}": tensor for name, tensor in self.net.state_dict().items()}
+        for name, parameter in self.net.named_parameters():
+            state[f"momentum/{name}"] = self._optimizer.state[parameter]["momentum_buffer"]
+        if self._average is not None:
+            state |= {f"average/{name}": tensor for name, tensor in self._average.state_dict().items()}
+        return state
+
+    def epoch(self, number: int) -> float:
+        """Train for epoch `number`, from 0, and return the mean loss of its steps."""
+        draws = self._drawn(number)
+        if not self._draws:
+            self._draws = {name: tensor.to(self._device) for name, tensor in draws.items()}
+        for name, tensor in draws.items():
+            self._draws[name].copy_(tensor)
+        self.net.train()
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            if devices and self._graph is None:
+                self._graph = self._captured()
+            # Dropout and the like draw from torch's own generators.
+            torch.manual_seed(stream("pretraining", "noise", self.settings.seed, number).initial_seed())
+            self._place.zero_()
+            self._loss.zero_()
+            for _ in range(self._rates.shape[1]):
+                self._step() if self._graph is None else self._graph.replay()
+        if self._average is not None:
+            for mine, latest in zip(self._average.buffers(), self.net.buffers(), strict=True):
+                if not mine.is_floating_point():
+                    mine.copy_(latest)
+        return float(self._loss) / self._rates.shape[1]
+
+    def _drawn(self, number: int) -> dict[str, Tensor]:
+        """Return the draws of an epoch on the CPU, each [steps, ...], fixed by the seed and its number."""
+        settings, steps = self.settings, self._rates.shape[1]
+        shape = (steps, settings.batch)
+
+        def generator(what: str) -> torch.Generator:
+            return stream("pretraining", what, settings.seed, number)
+
+        order = torch.randperm(len(self._pictures), generator=generator("order"), device="cpu")
+        step = number * steps + torch.arange(steps, device="cpu")
+        return {
+            "order": order[: math.prod(shape)].view(shape),
+            "crops": self._augmentation.draw(shape, generator("crops")),
+            "mixes": mixes(settings, steps, generator("mixes")),
+            "rates": self._rates[number],
+            # A running average forgets faster at first, so that it is not held back by where training started.
+            "fresh": 1 - torch.minimum(torch.tensor(settings.average), (1 + step) / (10 + step)),
+        }
+
+    def _step(self) -> None:
+        draw = {name: tensor.index_select(0, self._place)[0] for name, tensor in self._draws.items()}
+        y = self._pictures.y.index_select(0, draw["order"])
+        x = self._augmentation.augmented(self._pictures.x.index_select(0, draw["order"]), draw["crops"])
+        x, share = self._mixed(x, draw["mixes"])
+        with _half(self._device):
+            scores = self.net(x)
+        loss = F.cross_entropy(scores.float(), y, label_smoothing=self.settings.smoothing)
+        if share is not None:
+            other = F.cross_entropy(scores.float(), y.flip(0), label_smoothing=self.settings.smoothing)
+            loss = torch.lerp(other, loss, share)
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for group in self._optimizer.param_groups:
+            group["lr"].copy_(draw["rates"])
+        self._optimizer.step()
+        self._follow(draw["fresh"])
+        self._loss += loss.detach()
+        self._place += 1
+
+    def _mixed(self, x: Tensor, mix: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return inputs mixed with those of the reversed batch, and the share of a picture that is its own."""
+        if self.settings.mixup:
+            return torch.lerp(x.flip(0), x, mix[0]), mix[0]
+        if self.settings.cutmix:
+            side = torch.arange(x.shape[-1], device=x.device)
+            down, across = ((side >= mix[i]) & (side < mix[i + 1]) for i in (1, 3))
+            return torch.where(down[:, None] & across, x.flip(0), x), mix[0]
+        return x, None
+
+    @torch.no_grad()
+    def _follow(self, fresh: Tensor) -> None:
+        if self._average is None:
+            return
+        mine, latest = (
+            [t for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()]
+            for net in (self._average, self.net)
+        )
+        moved = torch._foreach_sub(latest, mine)
+        torch._foreach_mul_(moved, fresh)
+        torch._foreach_add_(mine, moved)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """Return the graph of a step; those that warm it up leave no trace."""
+        changed = [*self.state().values()]
+        before = [tensor.clone() for tensor in changed]
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._place.zero_()
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+        return graph
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, pictures: Pictures, augmentation: Augmentation) -> float:
+    """Return the percentage of pictures that a network in evaluation mode gets right."""
+    net.eval()
+    right = torch.zeros((), dtype=torch.long, device=pictures.x.device)
+    for x, y in zip(torch.split(pictures.x, CHUNK), torch.split(pictures.y, CHUNK), strict=True):
+        with _half(x.device):
+            right += (net(augmentation.plain(x)).argmax(1) == y).sum()
+    return 100 * right.item() / len(pictures)
+
+
+def mixes(settings: Pretraining, steps: int, generator: torch.Generator) -> Tensor:
+    """Return how the batches of an epoch are mixed [steps, 5]: the own share; top, bottom, left, right of a box."""
+    alpha = settings.mixup or settings.cutmix
+    if not alpha:
+        return torch.ones(steps, 5, device="cpu")
+    with torch.random.fork_rng(devices=()):  # the Beta distribution takes no generator
+        torch.default_generator.manual_seed(generator.initial_seed())
+        share = torch.distributions.Beta(torch.tensor(alpha), torch.tensor(alpha)).sample((steps,))
+        centre = torch.rand(2, steps)
+    half = (1 - share).sqrt() / 2
+    ends = torch.stack((centre - half, centre + half)).clamp(0, 1).mul(settings.pixels).round()
+    if settings.cutmix:
+        share = 1 - (ends[1] - ends[0]).prod(0) / settings.pixels**2
+    return torch.stack((share, ends[0, 0], ends[1, 0], ends[0, 1], ends[1, 1]), -1)
+
+
+def _optimizer(net: nn.Module, settings: Pretraining, device: torch.device) -> torch.optim.SGD:
+    """Return SGD with a learning rate on the device and momentum from the start, as a graph needs them."""
+    decayed = [parameter for parameter in net.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in net.parameters() if parameter.dim() <= 1]
+    groups = [
+        {"params": members, "lr": torch.zeros((), device=device), "weight_decay": decay}
+        for members, decay in ((decayed, settings.decay), (others, 0.0))
+        if members
+    ]
+    momentum = settings.momentum
+    optimizer = torch.optim.SGD(groups, momentum=momentum, nesterov=momentum > 0, fused=True)
+    for parameter in net.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def _half(device: torch.device) -> torch.autocast:
+    """Return a context in which a GPU multiplies in bfloat16."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")

@@ -1,0 +1,243 @@
+"""Make a source network: train a backbone on a tree of pictures, from where it was left off.
+
+NAME.safetensors               the weights, in the names of torchvision or timm; there once all is done
+NAME.json                      what was measured, with command, commit, seed and hardware
+NAME.checkpoint.safetensors    the state after the last epoch, no pickle; gone once all is done
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xkfac import files as storage
+from xkfac.errors import MemoryFileError
+from xkfac.experiments.data.images import PictureParts, Pictures, find_tree, load_pictures
+from xkfac.experiments.files import check_path, replace_file
+from xkfac.experiments.networks.backbones import make_backbone
+from xkfac.experiments.networks.pretrainer import Pretraining, PretrainingError, Trainer, accuracy
+from xkfac.experiments.networks.weights import save_source
+from xkfac.experiments.provenance import provenance
+
+CHECKPOINT = "xkfac-pretraining"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What was measured of an epoch: the mean loss of its steps, accuracy on the validation part in percent."""
+
+    epoch: int
+    epochs: int
+    loss: float
+    validation: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A source network that was made: its file, and what was measured of it; accuracies in percent."""
+
+    weights: Path
+    classes: tuple[str, ...]
+    validation: float | None
+    test: float
+    history: tuple[Epoch, ...]
+
+
+def pretrain(
+    data: str | PictureParts,
+    weights: str | Path,
+    settings: Pretraining | None = None,
+    *,
+    task: str = "source",
+    folder: Path | None = None,
+    device: str | torch.device = "auto",
+    cache: Path | None = None,
+    workers: int = 1,
+    progress: Callable[[Epoch], None] | None = None,
+    decoding: Callable[[int, int], None] | None = None,
+) -> Pretrained:
+    """Train a source network on a tree of pictures, write its weights, and return what was measured.
+
+    data: the name of a tree in `folder`, by default in XKFAC_DATA, or its parts. weights: the .safetensors file to
+    make. The same call goes on after an interruption, to the same numbers. The validation part is measured after every
+    epoch, the test part once at the end. progress: called after every epoch. cache, workers, decoding: as in
+    `load_pictures`.
+
+    Raises PretrainingError when the file is there already, a checkpoint beside it is of other settings or data, the
+    loss is not finite, or the pictures do not fit on the device.
+    """
+    settings, path, place = settings or Pretraining(), Path(weights), _place(device)
+    _check_target(path)
+    name = data if isinstance(data, str) else "pictures"
+    if isinstance(data, str):
+        tree = find_tree(data, folder)
+        name = tree.stem
+        data = load_pictures(
+            tree,
+            pixels=settings.pixels,
+            resize=settings.resize,
+            stored=settings.stored,
+            validation=settings.validation,
+            cache=cache,
+            workers=workers,
+            progress=decoding,
+        )
+    _check_data(data, settings, place)
+    with _tuned(place), ThreadPoolExecutor(1) as writer:
+        job = _Job(data.to(place), path, settings, task, writer)
+        job.restore()
+        while len(job.history) < settings.epochs:
+            job.epoch()
+            if progress is not None:
+                progress(job.history[-1])
+        return job.finish(name, place)
+
+
+class _Job:
+    """A source network in the making."""
+
+    def __init__(
+        self, parts: PictureParts, path: Path, settings: Pretraining, task: str, writer: ThreadPoolExecutor
+    ) -> None:
+        self.parts, self.path, self.settings, self.task = parts, path, settings, task
+        self._writer, self._written = writer, writer.submit(lambda: None)
+        place = parts.train.x.device
+        net = make_backbone(settings.model, {task: len(parts.classes)}, stem=settings.stem, seed=settings.seed)
+        net = net.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.trainer = Trainer(net, parts.train, settings)
+        self.history: list[Epoch] = []
+        self._checkpoint = path.with_name(f"{path.stem}.checkpoint.safetensors")
+        told = {**asdict(settings), "task": task, "pictures": _digest(parts)}
+        self._told: dict[str, Any] = json.loads(json.dumps(told))
+
+    def restore(self) -> None:
+        """Take up the state of the checkpoint, if there is one."""
+        if not self._checkpoint.exists():
+            return
+        remedy = f"remove '{self._checkpoint}' to start anew"
+        try:
+            description, tensors = storage.read(self._checkpoint, CHECKPOINT)
+        except MemoryFileError as error:
+            raise PretrainingError(f"the checkpoint cannot be gone on with: {error}, or {remedy}") from None
+        for field, value in self._told.items():
+            if description["told"].get(field) != value:
+                raise PretrainingError(
+                    f"'{self._checkpoint}' is of {field} {description['told'].get(field)!r}, not {value!r}; go on with "
+                    f"the former, or {remedy}"
+                )
+        own = self.trainer.state()
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+        self.history = [Epoch(**entry) for entry in description["history"]]
+
+    def epoch(self) -> None:
+        """Train for an epoch, measure, and have a checkpoint written beside the next one."""
+        start, number = time.monotonic(), len(self.history)
+        loss = self.trainer.epoch(number)
+        if not math.isfinite(loss):
+            raise PretrainingError(f"the loss is {loss} in epoch {number + 1}; lower lr, now {self.settings.lr}")
+        validation = self._accuracy(self.parts.validation) if len(self.parts.validation) else None
+        entry = Epoch(number + 1, self.settings.epochs, loss, validation, time.monotonic() - start)
+        self.history.append(entry)
+        description = {"told": self._told, "history": [asdict(one) for one in self.history]}
+        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trainer.state().items()}
+        self._written.result()
+        self._written = self._writer.submit(storage.write, self._checkpoint, description, state, CHECKPOINT)
+
+    def finish(self, name: str, place: torch.device) -> Pretrained:
+        """Measure the test part and write the weights with what is known of them."""
+        self._written.result()
+        test, validation = self._accuracy(self.parts.test), self.history[-1].validation
+        known = {"data": name, "test": test, "validation": validation, "settings": asdict(self.settings)}
+        known |= provenance(place, torch.get_num_threads())
+        seconds = sum(entry.seconds for entry in self.history)
+        told = {**known, "seconds": seconds, "classes": self.parts.classes, "history": [*map(asdict, self.history)]}
+        _write(self.path.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
+        save_source(self.trainer.result, self.path, self.task, known)
+        self._checkpoint.unlink(missing_ok=True)
+        return Pretrained(self.path, self.parts.classes, validation, test, tuple(self.history))
+
+    def _accuracy(self, pictures: Pictures) -> float:
+        return accuracy(self.trainer.result, pictures, self.settings.augmentation)
+
+
+@contextlib.contextmanager
+def _tuned(device: torch.device) -> Iterator[None]:
+    """Let cuDNN choose its fastest algorithms; its flags are given back."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
+        yield
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise PretrainingError(
+            f"'{path}' could not be written ({error.strerror}); free space there, and the same call goes on"
+        ) from None
+
+
+def _place(device: str | torch.device) -> torch.device:
+    if str(device) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        place = torch.device("meta")
+    if place.type not in ("cpu", "cuda"):
+        raise PretrainingError(f"device is '{device}'; it must be auto, cpu or cuda")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise PretrainingError("device is 'cuda', but torch sees no GPU; use the cpu, or install a CUDA build of torch")
+    return place
+
+
+def _check_target(path: Path) -> None:
+    if path.suffix != ".safetensors":
+        raise PretrainingError(f"the weights '{path}' must end in .safetensors, which is what is written")
+    check_path(path.with_name(f"{path.stem}.checkpoint.safetensors"))
+    if path.exists():
+        raise PretrainingError(f"the weights '{path}' exist already; remove them, or choose another file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PretrainingError(
+            f"the folder '{path.parent}' cannot be made ({error.strerror}); choose another"
+        ) from None
+
+
+def _check_data(parts: PictureParts, settings: Pretraining, place: torch.device) -> None:
+    if settings.batch > len(parts.train):
+        raise PretrainingError(
+            f"batch is {settings.batch}, but there are {len(parts.train)} training pictures; choose a smaller one"
+        )
+    if not len(parts.test):
+        raise PretrainingError("there are no test pictures to measure the network on; load the part 'test' too")
+    size = sum(part.x.numel() for part in (parts.train, parts.validation, parts.test))
+    if place.type == "cuda" and size > (free := torch.cuda.mem_get_info(place)[0]):
+        raise PretrainingError(
+            f"the pictures take {size / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB free; use fewer pixels, "
+            "or weights that others have trained"
+        )
+
+
+def _digest(parts: PictureParts) -> str:
+    """Return what tells pictures from others: all labels, the number of pictures, and some of them."""
+    digest = hashlib.blake2b(json.dumps(parts.classes).encode(), digest_size=8)
+    for part in (parts.train, parts.validation, parts.test):
+        few = part.x[:: max(1, len(part) // 100)].cpu()
+        digest.update(f"{list(part.x.shape)} {part.y.tolist()} {few.long().sum((1, 2, 3)).tolist()}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,226 @@
+"""Pretrained weights of a network with one head a task: read from files or downloads, checked, and written."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from xkfac import files as storage
+from xkfac.errors import XkfacError
+from xkfac.experiments.files import check_path, flush
+from xkfac.experiments.networks.backbones import Architecture, ManyHeaded
+from xkfac.experiments.networks.library import TIMM, BackboneError, classifier_path, library, library_model, near
+
+DOWNLOAD = "download"
+# Names in files that torchvision publishes and its own loading changes.
+_OLD_NAMES = (
+    (re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)"), r"\1\2"),
+    (re.compile(r"(encoder_layer_\d+\.mlp)\.linear_1\."), r"\1.0."),
+    (re.compile(r"(encoder_layer_\d+\.mlp)\.linear_2\."), r"\1.3."),
+)
+_INSIDE = ("state_dict", "model", "net")
+_WRAPPERS = ("module.", "_orig_mod.")
+_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+
+
+class WeightsError(XkfacError):
+    """A file of weights that cannot be read or written, or is not of the network."""
+
+
+def load_source(net: ManyHeaded, weights: str | Path, source_task: str) -> dict[str, Any]:
+    """Put pretrained weights of the whole library model in: its classifier becomes the head of `source_task`.
+
+    weights: a file, .safetensors or one of torch.save, plain or below "state_dict", "model" or "net", read without
+    running any code of it; or "download" for the library's own, its latest ones unless they are named, as in
+    "download:IMAGENET1K_V1" for torchvision (timm has that in the model's name). Returns the facts that `save_source`
+    wrote into it. The network is changed only when all of it fits.
+
+    Raises WeightsError when the file is missing or no weights file, or has other names, shapes, classes or stem.
+    """
+    architecture, head = _architecture(net), net.head(source_task)
+    where, facts = f"'{weights}'", dict[str, Any]()
+    if is_download(weights):
+        which = str(weights).partition(":")[2]
+        where, tensors = f"the download of '{architecture.model}'", _downloaded(architecture.model, which)
+    else:
+        tensors, facts = _read(Path(weights))
+    stem = facts.get("stem", architecture.stem)
+    if stem != architecture.stem:
+        raise WeightsError(
+            f"{where} was trained with the stem '{stem}', and the network has '{architecture.stem}'; make it with "
+            f"stem='{stem}'"
+        )
+    own = _library_state(net, source_task)
+    fit = _fitting(where, architecture, tensors, own)
+    classes = len(fit[f"{architecture.classifier}.weight"])
+    if classes != head.out_features:
+        raise WeightsError(
+            f"{where} has a classifier of {classes} classes, and task '{source_task}' has {head.out_features}; use "
+            "weights that were trained on this data"
+        )
+    for name, tensor in fit.items():
+        own[name].copy_(tensor)
+    return facts
+
+
+def is_download(weights: str | Path) -> bool:
+    """Whether weights are named as the library's own, "download" or "download:NAME", not as a file."""
+    return str(weights).partition(":")[0] == DOWNLOAD
+
+
+def save_source(net: ManyHeaded, path: str | Path, task: str, facts: Mapping[str, Any]) -> None:
+    """Write trunk and one head to a .safetensors file in the names of the library's own model, atomically.
+
+    The model of that name, with as many classes as the task, loads it strictly. `facts` must fit into JSON.
+
+    Raises WeightsError when the file cannot be written; what was there is then as it was.
+    """
+    architecture, path = _architecture(net), Path(path)
+    if path.suffix != ".safetensors":
+        raise WeightsError(f"'{path}' must end in .safetensors, which is what is written")
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in _library_state(net, task).items()}
+    known = {"model": architecture.model, "stem": architecture.stem, "task": task, "classes": net.tasks[task]}
+    temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        storage.save_file(state, temporary, {"format": "pt", "facts": json.dumps({**facts, **known})})
+        flush(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise WeightsError(
+            f"'{path}' could not be written and is as it was before ({error.strerror}); free space there or choose "
+            "another place"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a weights file and the facts in it."""
+    facts: Any = {}
+    check_path(path)
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise WeightsError(f"the weights '{path}' {what}; name a file, or '{DOWNLOAD}' for the library's own weights")
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(str(path), framework="pt") as file:
+                found: Any = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                facts = json.loads((file.metadata() or {}).get("facts", "{}"))
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file makes its reader fail in any way
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise WeightsError(
+            f"'{path}' is no weights file, or is damaged ({reason}); name a .safetensors file, or a state dict that "
+            "torch.save wrote"
+        ) from None
+    if isinstance(found, dict):
+        found = next((found[key] for key in _INSIDE if isinstance(found.get(key), dict)), found)
+    if not isinstance(found, dict) or not found or not all(isinstance(one, Tensor) for one in found.values()):
+        raise WeightsError(
+            f"'{path}' holds no state dict, plain or below {', '.join(_INSIDE)}; save model.state_dict()"
+        )
+    for wrapper in _WRAPPERS:
+        if all(name.startswith(wrapper) for name in found):
+            found = {name.removeprefix(wrapper): tensor for name, tensor in found.items()}
+    return found, facts if isinstance(facts, dict) else {}
+
+
+def _fitting(
+    where: str, architecture: Architecture, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors under the names of `own`, which they must fit in all but the number of classes."""
+    given = {}
+    for name, tensor in tensors.items():
+        for old, new in _OLD_NAMES:
+            name = old.sub(new, name)
+        if not name.startswith(_AUXILIARY):
+            given[name] = tensor
+    wanted = {name: tensor.shape for name, tensor in own.items()}
+    fault = _misfit({name: tensor.shape for name, tensor in given.items()}, wanted, architecture.classifier)
+    if fault is not None:
+        raise WeightsError(f"{where} is not of '{architecture.model}': it {fault}{_looks(given, architecture)}")
+    return given
+
+
+def _misfit(given: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size], classifier: str) -> str | None:
+    """Return what keeps tensors from being those of a network, or None; the number of classes is free."""
+    for name, shape in wanted.items():
+        # Old files do not count batches.
+        if name not in given and not name.endswith(".num_batches_tracked"):
+            return f"lacks '{name}'"
+        free = 1 if name.rpartition(".")[0] == classifier else 0
+        if given.get(name, shape)[free:] != shape[free:]:
+            return f"has '{name}' as {list(given[name])}, not {list(shape)}"
+    foreign = next((name for name in given if name not in wanted), None)
+    return None if foreign is None else f"has '{foreign}', which the model has not"
+
+
+def _looks(given: Mapping[str, Tensor], architecture: Architecture) -> str:
+    """Return which of torchvision's models tensors look like, those of similar names being asked first."""
+    remedy = "; name weights of this model, or the model that they are of"
+    try:
+        models: Any = library("torchvision.models")
+    except BackboneError:  # a hint is no reason to need torchvision for a model of timm
+        return remedy
+    name = architecture.model.removeprefix(TIMM)
+    names = models.list_models(module=models)
+    shapes = {name: tensor.shape for name, tensor in given.items()}
+    for other in sorted(names, key=lambda one: -difflib.SequenceMatcher(None, one, name).ratio()):
+        try:
+            with torch.device("meta"):
+                network = library_model(other)
+        except NotImplementedError:  # some need numbers to be made
+            continue
+        wanted = {key: tensor.shape for key, tensor in network.state_dict().items()}
+        if _misfit(shapes, wanted, classifier_path(other, network)) is None:
+            return f"; it looks like '{other}'"
+    return remedy
+
+
+def _architecture(net: ManyHeaded) -> Architecture:
+    if net.architecture is None:
+        raise BackboneError("the trunk is not a model that torchvision or timm names; make it by make_backbone")
+    return net.architecture
+
+
+def _library_state(net: ManyHeaded, task: str) -> dict[str, Tensor]:
+    """Return the tensors of trunk and head, not copied, by the names that they have in the library's own model."""
+    classifier = _architecture(net).classifier
+    head = {f"{classifier}.{name}": tensor for name, tensor in net.head(task).state_dict().items()}
+    return {**net.trunk.state_dict(), **head}
+
+
+def _downloaded(model: str, which: str = "") -> dict[str, Tensor]:
+    options: dict[str, Any] = {"pretrained": True}
+    if model.startswith(TIMM) and which:
+        raise WeightsError(f"timm has the name of weights in that of the model: '{model}.{which}', not in the weights")
+    if not model.startswith(TIMM):
+        known = [each.name for each in library("torchvision.models").get_model_weights(model)]
+        if which and which not in known:
+            raise WeightsError(
+                f"torchvision has no weights '{which}' of '{model}'{near(which, known)}; name one of "
+                f"{', '.join(known) or 'none'}"
+            )
+        options = {"weights": which or "DEFAULT"}
+    try:
+        state: dict[str, Tensor] = library_model(model, **options).state_dict()
+    except XkfacError:
+        raise
+    except Exception as error:  # whatever a client of the network raises: the reason is in the sentence
+        raise WeightsError(
+            f"the pretrained weights of '{model}' cannot be had ({error}); name a file that has them"
+        ) from error
+    return state

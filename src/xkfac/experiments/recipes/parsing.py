@@ -1,0 +1,296 @@
+"""Recipes from TOML: read, changed by settings, every key checked before anything runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from xkfac.curvature.operator import Settings
+from xkfac.errors import XkfacError
+from xkfac.experiments.files import LARGEST_TEXT, check_path, read_regular, reason, shortened
+from xkfac.experiments.recipes.ranges import check_ranges
+from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Data, Figure, Images, Line, Recipe, Task, without_effect
+from xkfac.experiments.recipes.sweeps import check_point, expanded, swept_key
+from xkfac.experiments.recipes.toml_tables import (
+    RecipeError,
+    as_table,
+    build,
+    check_keys,
+    check_values,
+    nearest,
+    parse_toml,
+    read_value,
+    typed,
+)
+from xkfac.methods import METHODS
+
+LONGEST_NAME = 100  # what files are called by it must stay below 255 bytes
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_MOST_DRAWS = 1_000_000
+
+# Keys of lines that recorded runs still have, each with the value at which it never had an effect.
+_RETIRED = {"clip": 0.0}
+
+
+def named_recipes() -> dict[str, str]:
+    """Return the text of the recipes that come with the package, by name."""
+    folder = resources.files("xkfac.experiments").joinpath("recipes")
+    found = {Path(entry.name).stem: entry for entry in folder.iterdir() if entry.name.endswith(".toml")}
+    return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
+
+
+def load_recipe(source: str | Path, settings: Sequence[str] = ()) -> Recipe:
+    """Return a recipe by the name of one that comes with the package, or by the path of a TOML file.
+
+    `settings` are changes such as "data.train=1000", "defaults.epochs=2", "lines.xkfac.damping=0.01" or "repeats=2"; a
+    change of `defaults` overrides what the lines say themselves.
+
+    Raises RecipeError for a recipe that is not there, not TOML, or has unknown, wrong or contradictory keys.
+    """
+    named = named_recipes()
+    path = check_path(source)
+    if str(source) in named:
+        text = named[str(source)]
+    elif path.is_file():
+        try:
+            text = read_regular(path, LARGEST_TEXT).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"'{source}' cannot be read as a recipe ({reason(error)})") from None
+    else:
+        raise RecipeError(
+            f"there is no recipe '{source}'{nearest(str(source), named)}; give the path of a TOML file or one of "
+            f"{', '.join(named)}"
+        )
+    return parse_recipe(text, str(source), settings)
+
+
+def parse_recipe(text: str, source: str = "recipe", settings: Sequence[str] = ()) -> Recipe:
+    """Return the recipe that a TOML text describes, with changes as in `load_recipe`."""
+    table = parse_toml(text, source)
+    for setting in settings:
+        _apply(table, setting)
+    check_values(table, source)  # a setting can nest tables too
+    return _recipe(table, source)
+
+
+def _recipe(table: dict[str, Any], source: str) -> Recipe:
+    table = dict(table)
+    parts = ("defaults", "lines", "figures", "data", "images", "tasks")
+    given = {key: as_table(table.pop(key), key) for key in parts if key in table}
+    defaults, lines, figures = (given.get(key, {}) for key in parts[:3])
+    if not lines:
+        raise RecipeError(f"'{source}' has no [lines.NAME] table, so there is nothing to run; add one for each curve")
+    world = _images(given) if "images" in given or "tasks" in given else _data(given)
+    tasks = world.get("tasks")
+    lines, sweeps = expanded(lines, defaults)
+    defaults = {key: value for key, value in defaults.items() if key != "sweep"}
+    # Also what no line has a use for: a value that means nothing is not passed over.
+    check_ranges(build(Line, defaults, "defaults"), "defaults: ", defaults)
+    made = {name: _line(name, as_table(own, f"lines.{name}"), defaults, tasks) for name, own in lines.items()}
+    for key in figures:
+        _check_name(key, "figure")
+    drawn = {key: _figure(key, as_table(own, f"figures.{key}"), sweeps) for key, own in figures.items()}
+    alone = tuple(name for name, line in made.items() if not line.sweep)
+    if not drawn and alone:  # sweeps have a figure of their own
+        drawn = {"accuracy": Figure("Average accuracy", lines=alone)}
+    known = {f.name for f in fields(Recipe)} - {"lines", "figures", "data", "images", "tasks"}
+    check_keys(table, known | set(parts), source)
+    recipe: Recipe = build(
+        Recipe, {"name": Path(source).stem, **table}, source, lines=made, figures=drawn, **{"data": Data(), **world}
+    )
+    _check_recipe(recipe)
+    return recipe
+
+
+def _figure(key: str, own: dict[str, Any], sweeps: Mapping[str, tuple[str, ...]]) -> Figure:
+    """Return a figure; the name of a sweep stands for its lines."""
+    figure: Figure = build(Figure, own, f"figures.{key}")
+    return replace(figure, lines=tuple(line for name in figure.lines for line in sweeps.get(name, (name,))))
+
+
+def _data(given: Mapping[str, Any]) -> dict[str, Any]:
+    data: Data = build(Data, given.get("data", {}), "data")
+    check_ranges(data, "data.")
+    return {"data": data}
+
+
+def _images(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the images and tasks of a recipe that has them."""
+    if "data" in given:
+        raise RecipeError(
+            "a recipe has either [data], for permuted digits, or [images] and [tasks.NAME]; leave one out"
+        )
+    tasks = given.get("tasks", {})
+    if len(tasks) < 2:
+        raise RecipeError(f"a recipe of images needs a source and a target; it has {len(tasks)} [tasks.NAME] tables")
+    made = {}
+    for name, own in tasks.items():
+        _check_name(name, "task")
+        if "." in name:
+            raise RecipeError(f"the task name '{name}' must not have a dot")
+        made[name] = build(Task, as_table(own, f"tasks.{name}"), f"tasks.{name}")
+        check_ranges(made[name], f"tasks.{name}: ")
+    images: Images = build(Images, given.get("images", {}), "images")
+    check_ranges(images, "images: ")
+    source, *targets = made
+    _check_orders(images, targets)
+    chosen = images.orders[0] if images.orders else targets
+    return {"images": images, "tasks": {name: task for name, task in made.items() if name in (source, *chosen)}}
+
+
+def _check_orders(images: Images, targets: list[str]) -> None:
+    for order in images.orders:
+        chosen = [name for name in targets if name in images.orders[0]]
+        unknown = next((name for name in order if name not in targets), None)
+        if unknown is not None:
+            raise RecipeError(f"images: an order names '{unknown}', which is no target; they are {', '.join(targets)}")
+        if sorted(order) != sorted(chosen) or not order:
+            raise RecipeError(
+                "images: an order must name each target once, and all orders the same targets "
+                f"({', '.join(chosen or targets)}), and one is {', '.join(order)}"
+            )
+
+
+def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mapping[str, Task] | None) -> Line:
+    where = f"lines.{name}"
+    _check_name(name, "line")
+    own = {key: value for key, value in own.items() if key not in _RETIRED or value != _RETIRED[key]}
+    method = typed({**defaults, **own}.get("method", Line.method), str, f"{where}: method")
+    known = [*METHODS, JOINT, SINGLE]
+    if method not in known:
+        raise RecipeError(
+            f"{where}: method '{shortened(method)}' is not known{nearest(method, known)}; it is one of "
+            f"{', '.join(known)}"
+        )
+    if method == JOINT and tasks is not None:
+        raise RecipeError(f"{where}: method '{JOINT}' is for permuted digits; for images use '{SINGLE}' as the ceiling")
+    useless = without_effect({**defaults, **own}, tasks is not None)
+    for key, why in useless.items():
+        if key in own:
+            raise RecipeError(f"{where}: '{key}' has no effect on {why}; leave it out")
+    count = {} if tasks is None else {"tasks": len(tasks)}
+    line: Line = build(
+        Line, {"label": name, **count, **{key: v for key, v in defaults.items() if key not in useless}, **own}, where
+    )
+    if tasks is not None and line.tasks > len(tasks):
+        raise RecipeError(f"{where}: tasks is {line.tasks}, and the recipe has {len(tasks)} [tasks.NAME] tables")
+    check_keys(line.curvature, {f.name for f in fields(Settings)}, f"{where}: curvature")
+    try:
+        line.resolved_method()
+    except XkfacError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    if line.resolved_method().own_bn and tasks is None and line.norm == "none" and not line.own:
+        raise RecipeError(f"{where}: a network without BN leaves nothing to each task; name layers in 'own'")
+    check_point(line, where)
+    _check_grid(line, where)
+    _check_numbers(line, where)
+    return line
+
+
+def _check_grid(line: Line, where: str) -> None:
+    allowed = ("lr", "damping") if line.penalised else ("lr",)
+    check_keys(line.grid, allowed, f"{where}: grid")
+    for key, values in line.grid.items():
+        if not typed(values, tuple[float, ...], f"{where}: grid.{key}"):
+            raise RecipeError(f"{where}: grid.{key} is empty; give the values to choose from")
+        if any(not 0 <= value < float("inf") for value in values):
+            raise RecipeError(f"{where}: grid.{key} must be numbers of at least 0, not {values}")
+
+
+def _check_name(name: str, what: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise RecipeError(
+            f"the {what} name '{shortened(name)}' must be made of lower-case letters, digits, '-', '_' and '.' alone"
+        )
+    if len(name) > LONGEST_NAME:
+        raise RecipeError(
+            f"the {what} name '{shortened(name)}' has {len(name)} characters; files are called by it, so that it must "
+            f"have at most {LONGEST_NAME}"
+        )
+
+
+def _check_numbers(line: Line, where: str) -> None:
+    check_ranges(line, f"{where}: ")
+    draws = line.curvature.get("draws")
+    if draws is not None and draws > _MOST_DRAWS:
+        raise RecipeError(f"{where}: curvature.draws must be at most {_MOST_DRAWS:,}, not {draws}")
+    if any(not 1 <= count <= line.tasks for count in line.at) or any(a >= b for a, b in pairwise(line.at)):
+        raise RecipeError(f"{where}: 'at' must be growing numbers of tasks from 1 to {line.tasks}, not {list(line.at)}")
+    if line.head_epochs >= line.epochs:
+        raise RecipeError(
+            f"{where}: head_epochs={line.head_epochs} leaves no epoch of {line.epochs} to what is protected; lower it"
+        )
+    if line.average > line.epochs:
+        raise RecipeError(f"{where}: average={line.average} is more than the {line.epochs} epochs there are")
+    if line.average and line.early_stopping:
+        raise RecipeError(
+            f"{where}: early_stopping keeps the weights of one epoch and average={line.average} those of several; "
+            "choose one"
+        )
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    _check_name(recipe.name, "recipe")
+    check_ranges(recipe, "")
+    world = "data" if recipe.images is None else "images"
+    chosen, remedy = recipe.images or recipe.data, "some thousands" if recipe.images is None else "a share such as 0.1"
+    if chosen.measure == "validation" and chosen.validation == 0:
+        raise RecipeError(f"{world}.measure is 'validation' and {world}.validation is 0; set it to {remedy}")
+    for name, line in recipe.lines.items():
+        wanting = (("early_stopping", line.early_stopping), ("consolidate", line.consolidate == "validation"))
+        needs = next((key for key, wants in (*wanting, ("calibrated", line.calibrated)) if wants), None)
+        if needs and chosen.validation == 0:
+            raise RecipeError(
+                f"lines.{name}: {needs} needs a validation split and {world}.validation is 0; set it to {remedy}"
+            )
+        if line.balance and not any(other.method == SINGLE for other in recipe.lines.values()):
+            raise RecipeError(
+                f"lines.{name}: balance needs C_t, the loss that fine-tuning reaches, and no line has the method "
+                f"'{SINGLE}'; add one, or leave balance out"
+            )
+    for key, figure in recipe.figures.items():
+        for name in figure.lines:
+            if name not in recipe.lines:
+                raise RecipeError(f"figures.{key}: there is no line '{shortened(name)}'{nearest(name, recipe.lines)}")
+
+
+def _apply(table: dict[str, Any], setting: str) -> None:
+    """Change a key of a recipe's table by a setting such as "defaults.epochs=2"."""
+    path, equals, text = setting.partition("=")
+    lines = as_table(table.get("lines", {}), "lines")
+    keys = _path(path, lines)
+    if not equals or not all(keys):
+        raise RecipeError(f"the setting '{shortened(setting)}' must have the form key=value, such as defaults.epochs=2")
+    value = read_value(text.strip())
+    if keys[0] == "lines" and len(keys) > 2 and keys[1] not in lines:
+        raise RecipeError(f"the setting '{shortened(setting)}' names no line{nearest(keys[1], lines)}")
+    _put(table, keys, value)
+    if keys[0] == "defaults" and len(keys) > 1:
+        for line in lines.values():
+            if isinstance(line, dict) and keys[1] in line and _same_sweep(keys[1], line, value):
+                _put(line, keys[1:], value)
+
+
+def _same_sweep(key: str, line: Mapping[str, Any], value: Any) -> bool:
+    """Return False where a setting gives all lines a sweep and one has a sweep of something else, or wants none."""
+    return key != "sweep" or (bool(line["sweep"]) and swept_key(line["sweep"]) == swept_key(value))
+
+
+def _path(text: str, lines: Iterable[str]) -> list[str]:
+    """Return the keys of a path such as "lines.kfac-0.1.lr"; the name of a line may have dots itself."""
+    first, _, rest = text.strip().partition(".")
+    name = max((name for name in lines if rest.startswith(f"{name}.")), key=len, default="")
+    if first == "lines" and name:
+        return [first, name, *(key.strip() for key in rest[len(name) + 1 :].split("."))]
+    return [key.strip() for key in text.split(".")]
+
+
+def _put(table: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    for key in keys[:-1]:
+        table = as_table(table.setdefault(key, {}), key)
+    table[keys[-1]] = value

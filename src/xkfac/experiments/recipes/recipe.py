@@ -1,0 +1,368 @@
+"""Recipes: small TOML files that say what an experiment runs, line by line.
+
+    name = "mine"
+    [data]
+    set = "digits"
+    [defaults]                  # of every line
+    tasks = 5
+    [lines.xkfac]               # one curve of a figure
+    label = "XK-FAC"
+    [lines.fine-tuning]
+    method = "fine-tuning"
+
+Every key is explained at the field of its class: `Recipe`, `Data`, `Images`, `Task`, `Line`, `Figure`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from xkfac.experiments.recipes.toml_tables import RecipeError, nearest, write_key, write_value
+from xkfac.methods import METHODS, Method, get_method
+
+DataSet = Literal["mnist", "digits"]
+Norm = Literal["bn", "brn", "none"]
+Resize = Literal["squash", "crop"]
+JOINT = "joint"
+SINGLE = "single"
+UNPROTECTED = (JOINT, SINGLE)
+
+_READING = ("interpretation", "recentre")
+_PENALISED_ONLY = (
+    *("damping", "strength", "calibrated", "steady", "implicit", "head_epochs", "bn_momentum"),
+    *("balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
+    *_READING,
+)
+_PERCEPTRON_ONLY = ("norm", "widths", "at")
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of an experiment.
+
+    set: `mnist`, read from the data folder, or `digits`, which scikit-learn ships. validation: examples that are split
+    off the training part, for early stopping and for choices on the target alone. train: at most so many training
+    examples, 0 for all. measure: the part that accuracies are measured on, `test`, or `validation` for a recipe that
+    helps to choose something, which test examples must not.
+    """
+
+    set: DataSet = "mnist"
+    validation: int = 5000
+    train: int = 0
+    measure: Literal["test", "validation"] = "test"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of images: a tree `train/CLASS/IMAGE`, `test/CLASS/IMAGE`, as a folder or a zip in the data folder.
+
+    resize: `squash` an image into a square, or `crop` the square in its middle, with a border that evaluation leaves
+    out. scale: the range of the area of a random crop while training, [1, 1] for none. flip: mirror at random.
+    limit: at most so many training images, 0 for all.
+    """
+
+    tree: str
+    resize: Resize = "squash"
+    scale: tuple[float, ...] = (0.08, 1.0)
+    flip: bool = True
+    limit: int = 0
+
+
+@dataclass(frozen=True)
+class Images:
+    """The network and the data of an experiment with images; the first task is the source, which it knows already.
+
+    model: a torchvision model, or `timm:NAME`. stem: `small` leaves out the max-pool of a ResNet, for small images.
+    weights: a file with the source network, in the data folder, or `download` for the library's latest own, or
+    `download:NAME` for those of a name, such as IMAGENET1K_V1.
+    pixels: the side of the network's input. validation: the share that is split off each training part.
+    orders: the targets in the orders they are learnt; repeat r takes order r modulo their number. Empty: as listed.
+    Targets that no order names are left out.
+    measure: the part that accuracies are measured on.
+    """
+
+    model: str = "resnet50"
+    stem: Literal["standard", "small"] = "standard"
+    weights: str = "download"
+    pixels: int = 224
+    validation: float = 0.1
+    orders: tuple[tuple[str, ...], ...] = ()
+    measure: Literal["test", "validation"] = "test"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of a figure: a network, how it is trained, and what protects it.
+
+    label, note: what figures and tables call it, and what it is. tasks: how many are learnt, one after the other.
+    norm: `bn`, `brn` or `none` before each ReLU. widths: units of the hidden layers.
+    epochs, batch, lr, momentum: SGD; the learning rate is divided by `lr_factor` every `lr_every` epochs, or falls to
+    `lr_end` along a half cosine where that is given. label_smoothing: that of the loss.
+    target_lr: the learning rate from the second task on, where it is another; at 0 BN's statistics alone move.
+    early_stopping: keep the epoch that is best on the validation split of the current target.
+    average: the epochs at the end whose weights are averaged, 0 for the last weights alone.
+    method: one of `xkfac.METHODS`; or `joint`, which trains on all tasks at once, for each number of tasks in `at`; or
+    `single`, which trains a network of its own for each task.
+    own: layers that each task has of its own, by patterns of their paths; `method` says whether BN is too. Permuted
+    digits are then told apart by themselves (`TaskTeller`).
+    interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
+    damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
+    held-out examples of the first task found. steady: take no learning rate above half of what is stable along the
+    penalty's stiffest direction, for the parameters that it protects. implicit: take the stiff part of the penalty
+    implicitly, which allows for longer steps. head_epochs: the first epochs of a task, in which the parameters that
+    are protected stand still and the new head alone learns. bn_momentum: how fast BN's running statistics follow while
+    a task is learnt under a penalty, BN's own rate unless given; strong penalties see their noise, and need it slow.
+    balance: adaptive alpha_s and alpha_t, updated every `balance_every` steps; C_t is the training loss at the end of
+    the line whose method is `single`.
+    curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}.
+    consolidate: the part of a task that its curvature is estimated on, `train` or `validation`; batches: at most so
+    many batches of it, 0 for all. keep: `average` the factors over tasks, or keep `all` terms.
+    grid: values of `lr` and `damping` that `xkfac tune` chooses from for each task, on its validation split.
+    sweep: strengths, or { lr = [...] }, that the line is run at, each as a line of its own (see `sweeps.py`).
+    Such a line says here what it is a point of.
+    """
+
+    label: str = ""
+    note: str = ""
+    tasks: int = 10
+    norm: Norm = "bn"
+    widths: tuple[int, ...] = (128, 128)
+    epochs: int = 15
+    batch: int = 128
+    lr: float = 0.1
+    target_lr: float | None = None
+    lr_every: int = 5
+    lr_factor: float = 10.0
+    lr_end: float | None = None
+    momentum: float = 0.9
+    early_stopping: bool = True
+    average: int = 0
+    label_smoothing: float = 0.0
+    method: str = "xkfac"
+    at: tuple[int, ...] = ()
+    own: tuple[str, ...] = ()
+    interpretation: str | None = None
+    recentre: bool | None = None
+    fixed_bn: bool = False
+    damping: float = 1e-4
+    strength: float = 1.0
+    calibrated: bool = False
+    steady: bool = False
+    implicit: bool = False
+    head_epochs: int = 0
+    bn_momentum: float | None = None
+    balance: bool = False
+    balance_every: int = 10
+    curvature: Mapping[str, Any] = field(default_factory=dict)
+    consolidate: Literal["train", "validation"] = "train"
+    batches: int = 0
+    keep: Literal["average", "all"] = "average"
+    grid: Mapping[str, Any] = field(default_factory=dict)
+    sweep: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def swept(self) -> float | None:
+        """The value that sets the line apart from others of its sweep; None where it is in none."""
+        return getattr(self, self.sweep["key"]) if self.sweep else None
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the line has a penalty at all."""
+        return self.resolved_method().penalised
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many tasks are known after each stage of a job."""
+        if self.method == JOINT:
+            return self.at or (self.tasks,)
+        return tuple(range(1, self.tasks + 1))
+
+    def learning_rate(self, task: int, epoch: int) -> float:
+        """Return the learning rate of an epoch of a task, both counted from 0."""
+        first = self.lr if task == 0 or self.target_lr is None else self.target_lr
+        if self.lr_end is not None:
+            share = (1 + math.cos(math.pi * epoch / max(self.epochs - 1, 1))) / 2
+            return self.lr_end + (first - self.lr_end) * share
+        try:
+            return float(first / self.lr_factor ** (epoch // self.lr_every))
+        except OverflowError:
+            return 0.0
+
+    def resolved_method(self) -> Method:
+        """Return the library's method of the line; one that protects nothing is fine-tuning to it."""
+        if self.method in UNPROTECTED:
+            return METHODS["fine-tuning"]
+        given: dict[str, Any] = {"interpretation": self.interpretation, "recentre": self.recentre}
+        if self.fixed_bn:
+            given = {"interpretation": "eval", "recentre": False, **_given(given), "fixed_bn": True}
+        return get_method(self.method, **self.curvature, **_given(given))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job has to do: how many tasks are known after each of its stages, and the most epochs of a stage.
+
+    count: how many tasks there are. tasks: their names in their order, where the recipe gives them.
+    """
+
+    counts: tuple[int, ...]
+    epochs: int
+    count: int
+    tasks: tuple[str, ...] = ()
+
+    @property
+    def named(self) -> str:
+        """The tasks in words."""
+        return ", ".join(self.tasks) or f"{self.count} tasks"
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure: average accuracy against the number of tasks for some lines."""
+
+    title: str = ""
+    note: str = ""
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An experiment: its data, its lines, how often each is repeated, and the figures that show them.
+
+    It has either `data`, whose permutations are the tasks of a perceptron, or `images` and their `tasks`. The repeats
+    have the seeds seed, seed + 1, ...; a seed fixes permutations, initial weights, batches and label draws.
+    threads: CPU threads of one job; part of the recipe because sums over more threads round differently.
+    precision: that of products on a GPU: `float32`, `tf32`, or `bfloat16` in the network and for the penalty's
+        factors.
+    """
+
+    name: str
+    lines: Mapping[str, Line]
+    title: str = ""
+    description: str = ""
+    data: Data = field(default_factory=Data)
+    repeats: int = 1
+    seed: int = 0
+    threads: int = 1
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    images: Images | None = None
+    tasks: Mapping[str, Task] = field(default_factory=dict)
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of the repeats."""
+        return range(self.seed, self.seed + self.repeats)
+
+    def order(self, seed: int) -> tuple[str, ...]:
+        """Return the names of the tasks of images in the order in which the repeat of a seed meets them."""
+        assert self.images is not None
+        source, *targets = self.tasks
+        orders = self.images.orders or (tuple(targets),)
+        return (source, *orders[(seed - self.seed) % len(orders)])
+
+    def plan(self, name: str, seed: int) -> Plan:
+        """Return what the job of a line with a seed has to do."""
+        line = self.lines[name]
+        tasks = () if self.images is None else self.order(seed)[: line.tasks]
+        return Plan(line.counts, line.epochs, line.tasks, tasks)
+
+    def only(self, patterns: Sequence[str]) -> Recipe:
+        """Return the recipe with those of its lines alone whose names match a pattern such as `kfac-*`.
+
+        The name of a sweep stands for all of its lines.
+        """
+        chosen: dict[str, Line] = {}
+        for pattern in patterns:
+            hits = {
+                name: line
+                for name, line in self.lines.items()
+                if any(fnmatch.fnmatchcase(each, pattern) for each in (name, line.sweep.get("line", name)))
+            }
+            if not hits:
+                raise RecipeError(
+                    f"no line of recipe '{self.name}' matches '{pattern}'{nearest(pattern, self.lines)}; "
+                    f"its lines are {', '.join(self.lines)}"
+                )
+            chosen |= hits
+        lines = {name: line for name, line in self.lines.items() if name in chosen}
+        balanced = next((name for name, line in lines.items() if line.balance), None)
+        singles = [name for name, line in self.lines.items() if line.method == SINGLE]
+        if balanced is not None and not any(name in lines for name in singles):
+            raise RecipeError(f"line '{balanced}' balances its losses by those of '{singles[0]}'; name that line too")
+        figures = {
+            key: replace(figure, lines=tuple(name for name in figure.lines if name in lines))
+            for key, figure in self.figures.items()
+        }
+        return replace(self, lines=lines, figures={key: figure for key, figure in figures.items() if figure.lines})
+
+    def to_toml(self) -> str:
+        """Return the recipe with every key written out, as a run keeps it."""
+        return "\n".join(_toml_lines(self)) + "\n"
+
+
+def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, str]:
+    """Return the keys that would do nothing on a line, each with what it is that they would not act on."""
+    method = line.get("method", Line.method)
+    chosen = METHODS.get("fine-tuning" if method in UNPROTECTED else method)
+    if chosen is None:  # which is said elsewhere
+        return {}
+    useless = {} if method == JOINT else {"at": f"method '{method}', only on '{JOINT}'"}
+    if images:
+        useless |= dict.fromkeys(_PERCEPTRON_ONLY, "a network for images, which [images] names")
+    elif not line.get("own"):
+        useless["head_epochs"] = "tasks that share one head"
+    if not images and line.get("norm") == "none":
+        useless |= dict.fromkeys(("fixed_bn", *_READING), "a network without BN")
+    if line.get("lr_end") is not None:
+        useless |= dict.fromkeys(("lr_every", "lr_factor"), "a learning rate that falls to lr_end")
+    if not line.get("balance", False):
+        useless["balance_every"] = "a line whose losses are not balanced"
+    if chosen.per_parameter:
+        useless |= dict.fromkeys(_READING, f"method '{method}', which penalises every parameter by itself")
+    if line.get("fixed_bn") is True:
+        useless |= dict.fromkeys(_READING, "a line whose fixed_bn keeps BN as it is")
+    if chosen.fixed_bn:
+        useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which keeps BN as it is")
+    if chosen.fixed_affine:
+        useless |= dict.fromkeys(("fixed_bn", "recentre"), f"method '{method}', which keeps gamma and beta as they are")
+    if chosen.fixed_statistics:
+        keys = ("fixed_bn", "interpretation", "bn_momentum")
+        useless |= dict.fromkeys(keys, f"method '{method}', which keeps BN's statistics as they are")
+    if chosen.own_bn:
+        useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which leaves BN to each task")
+    if not chosen.penalised:
+        useless |= dict.fromkeys(_PENALISED_ONLY, f"method '{method}', which has no penalty")
+    if method in UNPROTECTED:
+        useless |= dict.fromkeys(("fixed_bn", "target_lr", "own"), f"method '{method}', which has no second task")
+    return useless
+
+
+def _toml_lines(recipe: Recipe) -> Iterator[str]:
+    tables: dict[str, Any] = {"data": recipe.data} if recipe.images is None else {"images": recipe.images}
+    tables |= {f"tasks.{write_key(name)}": task for name, task in recipe.tasks.items()}
+    tables |= {f"lines.{write_key(name)}": line for name, line in recipe.lines.items()}
+    tables |= {f"figures.{write_key(name)}": figure for name, figure in recipe.figures.items()}
+    yield from (f"{key} = {write_value(getattr(recipe, key))}" for key in _plain_fields(recipe, recipe))
+    for name, table in tables.items():
+        yield ""
+        yield f"[{name}]"
+        yield from (f"{key} = {write_value(getattr(table, key))}" for key in _plain_fields(table, recipe))
+
+
+def _plain_fields(table: Any, recipe: Recipe) -> Iterator[str]:
+    for f in fields(table):
+        value = getattr(table, f.name)
+        if value is None or (table is recipe and f.name in ("lines", "figures", "data", "images", "tasks")):
+            continue
+        if isinstance(table, Line) and f.name in without_effect(vars(table), recipe.images is not None):
+            continue
+        yield f.name

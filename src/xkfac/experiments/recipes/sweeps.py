@@ -1,0 +1,130 @@
+"""Sweeps: one line of a recipe, run at several strengths or learning rates, as one line per value.
+
+    [lines.kfac]
+    sweep = [0.1, 0.3, 1, 3, 10]            # strengths, short for { strength = [...] }
+    [lines.fine-tuning]
+    sweep = { lr = [0.1, 0.05, 0.02] }
+
+Each value becomes a line of its own, `kfac-x0.1` or `fine-tuning-lr0.05`, so that jobs, seeds and resuming know nothing
+of sweeps. Such a line keeps `sweep = { line = "kfac", label = "K-FAC", key = "strength" }`: what it is a point of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from xkfac.experiments.recipes.recipe import UNPROTECTED, Line
+from xkfac.experiments.recipes.toml_tables import RecipeError, as_table, check_keys, shown, typed
+from xkfac.methods import METHODS
+
+SWEPT = ("strength", "lr")
+_POINT = ("line", "label", "key")
+_MARKS = {"strength": ("x", "x"), "lr": ("lr", "lr ")}  # before the value, in names and in labels
+
+
+def swept_key(sweep: Any) -> str | None:
+    """Return the key that a sweep, as a recipe has it, gives values of; None where it is of another form."""
+    if isinstance(sweep, list):
+        return "strength"
+    if isinstance(sweep, dict) and len(sweep) == 1:
+        return str(next(iter(sweep)))
+    return None
+
+
+def expanded(
+    lines: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """Return the tables of all lines, each sweep replaced by its points, and the names of the points by sweep.
+
+    defaults: those of all lines. Their sweep holds for lines that have none, as far as it has an effect there.
+
+    Raises RecipeError for a sweep that cannot be run as it is written.
+    """
+    made: dict[str, Any] = {}
+    sweeps: dict[str, tuple[str, ...]] = {}
+    for name, given in lines.items():
+        own = dict(as_table(given, f"lines.{name}"))
+        sweep, where = own.pop("sweep", None), f"lines.{name}: sweep"
+        if sweep is None and _has_effect(own, defaults):
+            sweep, where = defaults.get("sweep"), "defaults: sweep"
+        if isinstance(sweep, dict) and "line" in sweep:  # a point, as the recipe of a run has it written out
+            points = {name: {**own, "sweep": sweep}}
+            sweeps[str(sweep["line"])] = (*sweeps.get(str(sweep["line"]), ()), name)
+        elif not sweep and isinstance(sweep, dict | list | None):
+            points = {name: own}
+        else:
+            points = _points(name, own, defaults, sweep, where)
+            sweeps[name] = tuple(points)
+        twice = next((point for point in points if point in made), None)
+        if twice is not None:
+            raise RecipeError(f"lines.{name}: the sweep makes a line '{twice}', which there is already; rename one")
+        made |= points
+    return made, sweeps
+
+
+def _has_effect(own: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    """Return whether the sweep that all lines have by default changes anything on a line."""
+    return swept_key(defaults.get("sweep")) != "strength" or _penalised({**defaults, **own})
+
+
+def _penalised(table: Mapping[str, Any]) -> bool:
+    method = table.get("method", Line.method)
+    known = METHODS.get(method) if isinstance(method, str) else None  # what is no method is said later
+    return method not in UNPROTECTED and (known is None or known.penalised)
+
+
+def _points(
+    name: str, own: Mapping[str, Any], defaults: Mapping[str, Any], sweep: Any, where: str
+) -> dict[str, dict[str, Any]]:
+    key, values = _values(sweep, where)
+    whole = {**defaults, **own}
+    _check_beside(key, own, whole, where)
+    label = typed(own.get("label", name), str, f"lines.{name}: label")
+    # What the grid of all lines has no use for here is left out, as other keys of all lines are.
+    useless = {key} if "grid" in own or _penalised(whole) else {key, "damping"}
+    rest = {k: v for k, v in as_table(whole.get("grid", {}), f"lines.{name}: grid").items() if k not in useless}
+    grid = {"grid": rest} if "grid" in whole else {}
+    in_name, in_label = _MARKS[key]
+    return {
+        f"{name}-{in_name}{value:g}".replace("+", ""): {
+            **own,
+            **grid,
+            "label": f"{label} {in_label}{value:g}",
+            key: value,
+            "sweep": {"line": name, "label": label, "key": key},
+        }
+        for value in values
+    }
+
+
+def _values(sweep: Any, where: str) -> tuple[str, tuple[float, ...]]:
+    key = swept_key(sweep)
+    if key is None:
+        raise RecipeError(f"{where} is {shown(sweep)}; it must be a list of strengths, or one key with its values")
+    check_keys([key], SWEPT, where)
+    values = typed(sweep if isinstance(sweep, list) else sweep[key], tuple[float, ...], where)
+    if any(not 0 <= value < math.inf for value in values) or len(set(values)) < len(values) or not values:
+        raise RecipeError(f"{where} must be different numbers of at least 0, not {shown(list(values))}")
+    return key, values
+
+
+def _check_beside(key: str, own: Mapping[str, Any], whole: Mapping[str, Any], where: str) -> None:
+    """Raise RecipeError for keys that say something else of what is swept."""
+    if key in own:
+        raise RecipeError(f"{where} gives the values of '{key}', which the line has too; leave one out")
+    if key == "lr" and "target_lr" in whole:
+        raise RecipeError(f"{where} of lr does not act on targets beside target_lr; leave that out")
+    if key == "lr" and "lr" in as_table(own.get("grid", {}), "grid"):
+        raise RecipeError(f"{where} gives the values of lr, and so does grid.lr; leave one out")
+
+
+def check_point(line: Line, where: str) -> None:
+    """Raise RecipeError unless a line is no point of a sweep, or says in full of which."""
+    if not line.sweep:
+        return
+    check_keys(line.sweep, _POINT, f"{where}: sweep")
+    for key in _POINT:
+        typed(line.sweep.get(key), str, f"{where}: sweep.{key}")
+    check_keys([line.sweep["key"]], SWEPT, f"{where}: sweep.key")

@@ -1,0 +1,160 @@
+"""Tables of TOML: dataclasses made from them with every key and type checked, and values written back."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from xkfac.errors import XkfacError
+from xkfac.experiments.files import shortened
+
+_DEEPEST = 16  # tables and lists in one another; a recipe has four
+_LONGEST_WORD = 100  # a longer one resembles nothing, and comparing it takes long
+
+
+class RecipeError(XkfacError):
+    """A recipe that cannot be run as it is written."""
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Return the table that a TOML text is, named `where` in errors; `check_values` is left to the caller.
+
+    Raises RecipeError when it is no TOML.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise _too_deep(where) from None
+    except ValueError as error:  # also what Python says of numbers with too many digits
+        raise RecipeError(f"'{where}' is not valid TOML: {error}") from None
+
+
+def _too_deep(where: str) -> RecipeError:
+    return RecipeError(f"'{shortened(where)}' is nested too deeply: a recipe needs no more than {_DEEPEST} levels")
+
+
+def check_values(value: Any, where: str) -> None:
+    """Check that a value is not nested too deeply and has no whole number that TOML does not have."""
+    waiting = [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        if depth > _DEEPEST:
+            raise _too_deep(where)
+        if isinstance(item, dict | list):
+            inner = item.values() if isinstance(item, dict) else item
+            waiting += [(each, depth + 1) for each in inner]
+        elif isinstance(item, int) and not -(2**63) <= item < 2**63:
+            raise RecipeError(f"'{shortened(where)}' holds a whole number of more than 64 bits; give a smaller one")
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error shows it, in its middle left out if it is long."""
+    return shortened(repr(value))
+
+
+def as_table(value: Any, where: str) -> dict[str, Any]:
+    """Return `value` if it is a table, named `where` in the error that says it is none."""
+    if not isinstance(value, dict):
+        raise RecipeError(f"'{where}' is {shown(value)}; it must be a table")
+    return value
+
+
+def check_keys(table: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise RecipeError for the first key that is not known, with the nearest one that is."""
+    for key in table:
+        if key not in known:
+            raise RecipeError(
+                f"{where}: the key '{shortened(key)}' is not known{nearest(key, known)}; the keys are "
+                f"{', '.join(sorted(known))}"
+            )
+
+
+def build(cls: type[Any], table: Mapping[str, Any], where: str, **made: Any) -> Any:
+    """Return an instance of a dataclass from a table, each value checked against the field's type."""
+    hints = get_type_hints(cls)
+    check_keys(table, {f.name for f in fields(cls)} - set(made), where)
+    for f in fields(cls):
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in (*table, *made):
+            raise RecipeError(f"{where}: the key '{f.name}' is missing")
+    values = {key: typed(value, hints[key], f"{where}: {key}") for key, value in table.items()}
+    return cls(**values, **made)
+
+
+def typed(value: Any, hint: Any, where: str) -> Any:
+    """Return a value as the type that a field's hint asks for, or raise RecipeError."""
+    origin, options = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        if value not in options:
+            close = nearest(str(value), map(str, options))
+            raise RecipeError(f"{where} is {shown(value)}{close}; it must be one of {', '.join(map(str, options))}")
+        return value
+    if origin in (Union, types.UnionType):
+        return typed(value, next(option for option in options if option is not type(None)), where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise RecipeError(f"{where} is {shown(value)}; it must be a list")
+        return tuple(typed(item, options[0], where) for item in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    wanted = dict if origin is not None else hint
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a table"}
+        raise RecipeError(f"{where} is {shown(value)}; it must be {names[wanted]}")
+    return value
+
+
+def read_value(text: str) -> Any:
+    """Return the value that a text is in TOML, or the text itself.
+
+    Raises RecipeError for a value that is nested too deeply, or a number that is too large.
+    """
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except RecursionError:
+        raise _too_deep(text) from None
+    except ValueError:
+        return text
+    check_values(value, text)
+    return value
+
+
+def settings_of(cls: type[Any], settings: Iterable[str]) -> Any:
+    """Return an instance of a dataclass from settings such as "epochs=30", all others at their defaults."""
+    table: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key.strip():
+            raise RecipeError(f"the setting '{shortened(setting)}' must have the form key=value, such as epochs=30")
+        table[key.strip()] = read_value(text.strip())
+    return build(cls, table, "settings")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a remark that suggests the nearest known name, if one is near."""
+    close = difflib.get_close_matches(name, list(known), 1, 0.5) if len(name) <= _LONGEST_WORD else []
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def write_key(name: str) -> str:
+    """Return a key as TOML."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+
+
+def write_value(value: Any) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON lets it stand, TOML does not
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{write_key(key)} = {write_value(item)}" for key, item in value.items())
+        return "{ " + inner + " }" if inner else "{}"
+    return "[" + ", ".join(write_value(item) for item in value) + "]"

@@ -1,0 +1,116 @@
+"""What a tuning chose, as its folder holds it: the choices with their reasons, and what every setting reached."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xkfac.errors import XkfacError
+from xkfac.experiments.files import LARGEST_RECORD, read_json, reason
+from xkfac.experiments.records import CHOSEN, POINT, Fields, fault
+from xkfac.experiments.report.markup import counted, table, text
+from xkfac.experiments.runs.results import RunResults
+from xkfac.experiments.tuning.points import Point
+from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, GridPoint
+
+_FEW = 24  # rows that a page shows without being asked
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What the tuning of a run left: rows of choices under `CHOICE_COLUMNS`, and test accuracies of all settings."""
+
+    rows: Sequence[Sequence[str]]
+    points: Sequence[Point]
+
+
+def read_tuned(run: RunResults) -> Tuned | None:
+    """Return what the tunings of a run, and of those pooled with it, have chosen; None where nothing is chosen yet.
+
+    Raises XkfacError when a file is damaged.
+    """
+    if "tuning" not in run.provenance:
+        return None
+    rows: list[list[str]] = []
+    points: list[Point] = []
+    for folder in map(Path, (run.folder, *run.others)):
+        rows += [_cells(entry, run) for entry in _entries(folder / "choices.json", CHOSEN)]
+        points += [_point(entry) for entry in _entries(folder / "points.json", POINT)]
+    order = {label: place for place, label in enumerate(dict.fromkeys(row[0] for row in rows))}
+    rows.sort(key=lambda row: (order[row[0]], int(row[1])))
+    return Tuned(rows, points) if rows else None
+
+
+def _entries(path: Path, fields: Fields) -> list[dict[str, Any]]:
+    try:
+        found = read_json(path, LARGEST_RECORD)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise _damaged(path, reason(error)) from None
+    if not isinstance(found, list):
+        raise _damaged(path, "it holds no list")
+    for number, entry in enumerate(found, 1):
+        wrong = fault(entry, fields)
+        if wrong is not None:
+            raise _damaged(path, f"entry {number}: {wrong}")
+    return found
+
+
+def _damaged(path: Path, why: object) -> XkfacError:
+    return XkfacError(f"'{path}' cannot be read ({why}); 'xkfac resume {path.parent}' writes it anew")
+
+
+def _cells(entry: Mapping[str, Any], run: RunResults) -> list[str]:
+    name, other = entry["line"], entry["runner_up"]
+    line = run.recipe.lines.get(name)
+    label = line.label if line is not None and line.label else name
+    beside = "-"
+    if other is not None:
+        beside = f"{_number(other['validation'], '.2f')} ({GridPoint(other['lr'], other['damping'])})"
+    chosen = [_number(entry[key], form) for key, form in (("lr", "g"), ("damping", "g"), ("validation", ".2f"))]
+    return [label, str(entry["seed"]), entry["task"], *chosen, beside, entry["why"]]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _point(entry: Mapping[str, Any]) -> Point:
+    values: dict[str, Any] = {key: math.nan if value is None else value for key, value in entry.items()}
+    return Point(**values)
+
+
+def _words(head: str) -> str:
+    return ' class="words"' if head in ("task", "runner-up", "why") else ""
+
+
+def _cell(head: str, cell: str) -> str:
+    return f"<td{_words(head)}>{text(cell)}</td>"
+
+
+def choices_html(found: Mapping[str, Tuned]) -> str:
+    """Return the section on what was chosen, by the names of runs; nothing if none was tuned."""
+    if not found:
+        return ""
+    said = (
+        "Learning rate and damping of every target, chosen from the recipe's grids by accuracy in % on the validation "
+        "split of that target alone: no source data, and no test data, had a part in it."
+    )
+    parts = [f'<section id="choices">\n<h2>What was chosen, and why</h2>\n<p class="soft">{said}</p>']
+    for name, tuned in found.items():
+        title = f"<h3>{text(name)}</h3>" if len(found) > 1 else ""
+        body = (
+            f'<tr><th scope="row">{text(label)}</th>' + "".join(map(_cell, CHOICE_COLUMNS[1:], cells)) + "</tr>"
+            for label, *cells in tuned.rows
+        )
+        caption = "The setting that was chosen, its accuracy, that of the next best, and the reason."
+        head = "".join(f'<th scope="col"{_words(name)}>{name}</th>' for name in CHOICE_COLUMNS)
+        shown = table("Table of choices", caption, head, body)
+        opening = " open" if len(tuned.rows) <= _FEW else ""
+        inner = f"<details{opening}><summary>{counted(len(tuned.rows), 'choice')}</summary>\n{shown}</details>"
+        parts.append(title + inner)
+    return "\n".join((*parts, "</section>"))

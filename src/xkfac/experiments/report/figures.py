@@ -1,0 +1,255 @@
+"""The figures of a report: as PNG, SVG and CSV files, and as SVG elements for its page."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
+
+from xkfac.experiments.recipes.parsing import LONGEST_NAME
+from xkfac.experiments.recipes.recipe import Figure
+from xkfac.experiments.report.drawing import SPREAD, Drawn, Key, Panel, Plot, element, save, shortened, whole_ticks
+from xkfac.experiments.report.multiples import draw_matrices, draw_training
+from xkfac.experiments.report.scatter import SCATTER, draw_scatter
+from xkfac.experiments.report.styles import Style, looks, style_of, swatch
+from xkfac.experiments.report.tables import Curve, Entry, entries, notes, number, printable, spread_cells
+from xkfac.experiments.report.tradeoff_figure import TRADEOFF, draw_tradeoff
+from xkfac.experiments.report.tradeoff_tables import Tradeoffs, tradeoffs
+from xkfac.experiments.runs.results import JobResult, RunResults, Spread
+from xkfac.experiments.tuning.points import Point
+
+__all__ = ["Drawn", "draw_all", "figure_names"]
+
+_TABLES = ("summary", "accuracies", "areas")  # those CSV files are of tables
+_WIDE, _NARROW = (720, 400), (372, 330)
+
+
+def draw_all(
+    runs: Sequence[RunResults], folder: Path, tuned: Mapping[str, Sequence[Point]] | None = None
+) -> list[Drawn]:
+    """Draw all figures of some runs into a folder, which is made if need be.
+
+    tuned: what the settings reached that a tuning tried, by the name of its run.
+
+    Raises XkfacError when the folder cannot be written.
+    """
+    lines = entries(runs)
+    drawn = []
+    keys = set(_TABLES)
+    swept, figures, rest = _named(runs, lines, keys)
+    for name, found in swept:
+        title = f"{TRADEOFF}: {found.run}" if len(swept) > 1 else TRADEOFF
+        drawn.append(draw_tradeoff(name, found, folder, title))
+    for name, figure, shown in figures:
+        drawn.append(_accuracy(name, figure, shown, folder))
+    for name, figure, shown in figures:
+        in_sequence = [entry for entry in shown if not entry.reference and entry.curve(JobResult.forgetting)]
+        if in_sequence:
+            drawn.append(_forgetting(_file_name(name, keys, "-forgetting"), figure, in_sequence, folder))
+    learnt = [entry for entry in rest if entry.reached and not entry.reference]
+    if learnt:
+        drawn.append(draw_matrices(_file_name("matrices", keys), learnt, folder))
+    trained = [entry for entry in rest if any(job.epochs for job in entry.results.jobs)]
+    if trained:
+        drawn.append(draw_training(_file_name("training", keys), trained, folder))
+    tuned = tuned or {}
+    for run, tried in tuned.items():
+        if any(point.finite for point in tried):
+            title = f"{SCATTER}: {run}" if len(tuned) > 1 else SCATTER
+            drawn.append(draw_scatter(_file_name("scatter", keys), tried, folder, title))
+    return drawn
+
+
+def figure_names(runs: Sequence[RunResults]) -> list[str]:
+    """Return the names of the files of sweeps, then of the recipes' figures, without endings, as they are drawn."""
+    swept, figures, _ = _named(runs, entries(runs), set(_TABLES))
+    return [*(name for name, _ in swept), *(name for name, _, _ in figures)]
+
+
+def _named(
+    runs: Sequence[RunResults], lines: Sequence[Entry], taken: set[str]
+) -> tuple[list[tuple[str, Tradeoffs]], list[tuple[str, Figure, list[Entry]]], list[Entry]]:
+    """Return sweeps and figures of average accuracy with the names of their files, and the lines of no sweep."""
+    swept = [(_file_name("tradeoff", taken), found) for found in tradeoffs(runs)]
+    # Lines of sweeps are points of that figure, and too many for others.
+    points = {found.run for _, found in swept}
+    rest = [entry for entry in lines if not (entry.line.sweep and entry.run in points)]
+    figures = [(_file_name(key, taken), figure, shown) for key, figure, shown in _figures(runs, lines, rest)]
+    return swept, figures, rest
+
+
+def _figures(
+    runs: Sequence[RunResults], lines: Sequence[Entry], must: Sequence[Entry]
+) -> list[tuple[str, Figure, list[Entry]]]:
+    """Return the figures of all recipes, those of the same key as one, and one of `must` that are in none."""
+    found: dict[str, Figure] = {}
+    shown: dict[str, list[Entry]] = {}
+    rest = list(lines)
+    for run in runs:
+        mine, rest = rest[: len(run.recipe.lines)], rest[len(run.recipe.lines) :]
+        for key, figure in run.recipe.figures.items():
+            found.setdefault(key, replace(figure, title=printable(figure.title)))
+            shown.setdefault(key, []).extend(entry for entry in mine if entry.name in figure.lines)
+    named = {entry.index for some in shown.values() for entry in some}
+    others = [entry for entry in must if entry.index not in named]
+    if others:
+        title = "Other lines" if found else "Average accuracy"
+        found["other lines"], shown["other lines"] = Figure(title), others
+    return [(key, figure, shown[key]) for key, figure in found.items()]
+
+
+def _file_name(key: str, taken: set[str], ending: str = "") -> str:
+    """Return a name for files that any system takes, and that none of the figures so far has."""
+    name = stem = (re.sub(r"[^a-z0-9_-]+", "-", key.lower()).strip("-")[:LONGEST_NAME] or "figure") + ending
+    number_of = 2
+    while name in taken:
+        name, number_of = f"{stem}-{number_of}", number_of + 1
+    taken.add(name)
+    return name
+
+
+def _accuracy(key: str, figure: Figure, lines: Sequence[Entry], folder: Path) -> Drawn:
+    what = "average accuracy (%)"
+    curves = _ranked(lines, JobResult.average_accuracy)
+    title = figure.title or f"Average accuracy, {key}"
+    ends = "; ".join(f"{e.label} {_end(c)}" for e, c in curves)
+    alt = f"{title}: average accuracy in percent against the number of tasks learnt. At the end: {ends}."
+    plot = Plot(key, title, figure.note, alt, ["line", "label", "tasks", *SPREAD], _curve_rows(curves))
+    return _draw_curves(plot, curves, what, folder, better=1)
+
+
+def _forgetting(key: str, figure: Figure, lines: Sequence[Entry], folder: Path) -> Drawn:
+    curves = _ranked(lines, JobResult.forgetting)
+    title = f"Forgetting: {figure.title}" if figure.title else "Forgetting"
+    ends = "; ".join(f"{e.label} {_end(c)}" for e, c in curves)
+    alt = f"{title}: points lost on earlier tasks against the number of tasks learnt. At the end: {ends}."
+    note = "How far accuracy on earlier tasks is below its best so far, on average, in percentage points."
+    plot = Plot(key, title, note, alt, ["line", "label", "tasks", *SPREAD], _curve_rows(curves))
+    return _draw_curves(plot, curves, "forgetting (points)", folder, better=-1)
+
+
+_Curves = list[tuple[Entry, list[tuple[int, Spread]]]]
+
+
+def _ranked(lines: Sequence[Entry], of: Curve) -> _Curves:
+    """Return the curves of lines, the one that ends highest first, as their ends stand in the plot."""
+    curves = [(entry, entry.curve(of)) for entry in lines]
+    return sorted(curves, key=lambda pair: -pair[1][-1][1].mean if pair[1] else math.inf)
+
+
+def _end(curve: Sequence[tuple[int, Spread]]) -> str:
+    return number(curve[-1][1] if curve else None)
+
+
+def _curve_rows(curves: _Curves) -> list[list[Any]]:
+    return [
+        [entry.name, entry.label, count, *spread_cells(value)]
+        for entry, curve in sorted(curves, key=lambda pair: pair[0].index)
+        for count, value in curve
+    ]
+
+
+def _zoom(curves: _Curves, better: int) -> tuple[float, float] | None:
+    """Return the range of the better half of the lines where worse ones leave it too small a part of the plot.
+
+    better: 1 where more is better, -1 where less is.
+    """
+    worst = sorted(min(better * value.mean for _, value in curve) for _, curve in curves if curve)
+    if len(worst) < 3:
+        return None
+    top = max(better * value.mean for _, curve in curves for _, value in curve)
+    low = statistics.median_low(worst)
+    if not 0 < top - low < 0.4 * (top - worst[0]):
+        return None
+    margin = 0.08 * (top - low)
+    first, last = sorted((better * (low - margin), better * (top + margin)))
+    return first, last
+
+
+def _draw_curves(plot: Plot, curves: _Curves, what: str, folder: Path, *, better: int) -> Drawn:
+    zoom = _zoom(curves, better)
+    titles = [""] if zoom is None else ["", f"The {'upper' if better > 0 else 'lower'} part, enlarged"]
+    limits = [None, zoom]
+    longest = max((count for _, curve in curves for count, _ in curve), default=1)
+    styles = {entry.index: style_of(entry.index, entry.hue, entry.line) for entry, _ in curves}
+
+    def fill(axes: Axes, position: int) -> None:
+        for entry, curve in curves:
+            _draw_curve(axes, entry, curve, styles[entry.index], longest)
+        _task_axis(axes, longest)
+        axes.set_ylabel(what)
+        axes.grid(axis="y")
+        bounds = limits[position]
+        if bounds is not None:
+            axes.set_ylim(*bounds)
+        elif better < 0 and axes.get_ylim()[0] > 0:
+            axes.set_ylim(0, None)
+
+    tips = {f"{kind}-{e.index}": e.label for e, _ in curves for kind in ("series", "band")}
+    panels = []
+    for position, title in enumerate(titles):
+        wide, narrow = (
+            element(partial(fill, position=position), size, f"{plot.key}.{position}{letter}.", tips, plot.alt)
+            for size, letter in ((_WIDE, "w"), (_NARROW, "n"))
+        )
+        panels.append(Panel(title, plot.alt, wide, narrow))
+    legend = tuple(
+        Key(e.label, swatch(styles[e.index]), _end(curve), "; ".join(notes(e)), f"series-{e.index}")
+        for e, curve in curves
+    )
+    with looks(10):
+        rows = math.ceil(len(curves) / 2)
+        canvas = Canvas(figsize=(8, 4.4 * len(titles) + 0.23 * rows + 0.5), layout="constrained")
+        for position, title in enumerate(titles):
+            axes = canvas.add_subplot(len(titles), 1, position + 1)
+            fill(axes, position)
+            axes.set_title(title or shortened(plot.title, 90))
+        handles = [Line2D([], [], label=shortened(e.label), **styles[e.index].plot) for e, _ in curves]
+        canvas.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, handlelength=3.4)
+        files = save(canvas, plot, folder)
+    return Drawn(plot.key, plot.title, plot.note, *files, plot.alt, "curves", tuple(panels), legend)
+
+
+def _draw_curve(axes: Axes, entry: Entry, curve: Sequence[tuple[int, Spread]], style: Style, longest: int) -> None:
+    counts = [count for count, _ in curve]
+    means = np.array([value.mean for _, value in curve])
+    deviations = np.nan_to_num([value.deviation for _, value in curve])
+    if not counts:
+        return
+    step = max(1, longest // 8)
+    # Markers of one line lie between those of the next, so that lines on top of each other can be told apart.
+    every = (min(entry.index % step, len(counts) - 1), step)
+    if entry.reference:
+        every = (0, 1)
+        axes.errorbar(counts, means, deviations, fmt="none", ecolor=style.colour, elinewidth=1, capsize=2)
+        if len(counts) == 1:
+            axes.axhline(means[0], color=style.colour, linestyle=(0, (4, 4)), linewidth=1)
+    elif np.any(deviations > 0):
+        band = axes.fill_between(
+            counts, means - deviations, means + deviations, color=style.colour, alpha=0.16, linewidth=0
+        )
+        band.set_gid(f"band-{entry.index}")
+    (line,) = axes.plot(counts, means, markevery=every, **style.plot)
+    line.set_gid(f"series-{entry.index}")
+    for before in set(entry.diverged):
+        place = np.searchsorted(counts, before, side="right") - 1
+        if place >= 0:
+            axes.plot(
+                counts[place], means[place], "x", color=style.colour, markersize=11, markeredgewidth=2.6, zorder=5
+            )
+
+
+def _task_axis(axes: Axes, longest: int) -> None:
+    axes.set_xlabel("number of tasks learnt")
+    axes.set_xlim(1 - 0.02 * longest, longest + 0.03 * longest)
+    axes.set_xticks(whole_ticks(longest, 8))

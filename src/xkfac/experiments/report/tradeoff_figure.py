@@ -1,0 +1,154 @@
+"""The figure of trade-off curves: source kept against target learnt, one curve per method, one marker per value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
+
+from xkfac.experiments.report.drawing import Drawn, Key, Panel, Plot, element, save, shortened
+from xkfac.experiments.report.styles import INK, Style, looks, style_of, swatch
+from xkfac.experiments.report.tables import HUES, number, spread_cells
+from xkfac.experiments.report.tradeoff import reach
+from xkfac.experiments.report.tradeoff_tables import Tradeoff, Tradeoffs, in_percent
+from xkfac.experiments.runs.results import Spread
+
+TRADEOFF = "Source kept against target learnt"
+_WIDE, _NARROW = (720, 460), (372, 360)
+_NEAR = 80.0  # the enlarged panel shows what keeps at least so much, in %
+
+_HEADER = (
+    *("sweep", "label", "key", "value"),
+    *("kept", "kept_deviation", "share", "share_deviation", "repeats", "diverged"),
+)
+_Placed = list[tuple[Spread, Spread]]
+_Limits = tuple[tuple[float, float], tuple[float, float]]
+
+
+def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOFF) -> Drawn:
+    """Draw the curves of a run's sweeps, and lines that are in none as single markers.
+
+    Points are means over repeats with bars of one standard deviation. Dotted lines are the source network's accuracy
+    and the ceilings of the targets.
+
+    Raises XkfacError when the folder cannot be written.
+    """
+    shown = [*found.curves, *found.alone]
+    styles = [_style(place, curve) for place, curve in enumerate(shown)]
+    placed = [_placed(curve) for curve in shown]
+    ends = "; ".join(f"{curve.label} {number(curve.area, 3)}" for curve in found.curves)
+    what = f"{found.what} (%)"
+    alt = f"{title}: {what} against what is kept of {found.source} in percent. Areas under the curves: {ends}."
+    plot = Plot(key, title, _note(found), alt, _HEADER, _rows(found))
+    limits = [None, near] if (near := _enlarged(placed)) is not None else [None]
+
+    def fill(axes: Axes, position: int) -> None:
+        for place, (points, style) in enumerate(zip(placed, styles, strict=True)):
+            _draw(axes, place, points, style)
+        _references(axes, found)
+        axes.set_xlabel(f"{found.source} kept (%)")
+        axes.set_ylabel(what)
+        axes.grid()
+        bounds = limits[position]
+        if bounds is not None:
+            axes.set_xlim(*bounds[0])
+            axes.set_ylim(*bounds[1])
+
+    tips = {f"series-{place}": curve.label for place, curve in enumerate(shown)}
+    panels = []
+    titles = ["", "The upper right part, enlarged"][: len(limits)]
+    for position, said in enumerate(titles):
+        wide, narrow = (
+            element(partial(fill, position=position), size, f"{key}.{position}{letter}.", tips, alt)
+            for size, letter in ((_WIDE, "w"), (_NARROW, "n"))
+        )
+        panels.append(Panel(said, alt, wide, narrow))
+    legend = tuple(
+        Key(
+            curve.label,
+            swatch(style),
+            number(curve.area, 3) if curve.key else "",
+            "; ".join(curve.notes),
+            f"series-{i}",
+        )
+        for i, (curve, style) in enumerate(zip(shown, styles, strict=True))
+    )
+    with looks(10):
+        canvas = Canvas(figsize=(8, 5.2 * len(titles) + 0.12 * len(shown) + 0.5), layout="constrained")
+        for position, said in enumerate(titles):
+            axes = canvas.add_subplot(len(titles), 1, position + 1)
+            fill(axes, position)
+            axes.set_title(said or shortened(title, 90))
+        handles = [
+            Line2D([], [], label=shortened(curve.label), **style.plot)
+            for curve, style in zip(shown, styles, strict=True)
+        ]
+        canvas.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, handlelength=3.4)
+        files = save(canvas, plot, folder)
+    return Drawn(key, title, plot.note, *files, alt, "curves", tuple(panels), legend)
+
+
+def _rows(found: Tradeoffs) -> list[list[Any]]:
+    return [
+        [curve.name, curve.label, curve.key, "" if point.value is None else point.value]
+        + [cell for of in (point.kept, point.share) for cell in spread_cells(of)[:2]]
+        + [len(point.by_seed), len(point.entry.diverged)]
+        for curve in (*found.curves, *found.alone)
+        for point in curve.points
+    ]
+
+
+def _style(place: int, curve: Tradeoff) -> Style:
+    """Return the style of a curve: dashes tell the kind of curvature, colour and marker the method."""
+    style = style_of(place, place % HUES, curve.points[0].entry.line)
+    return style if curve.key else replace(style, size=1.4 * style.size, hollow=True)
+
+
+def _placed(curve: Tradeoff) -> _Placed:
+    """Return the means and deviations of a curve's points in %, as far as they are measured."""
+    pairs = ((point.kept, point.share) for point in curve.points)
+    return [(in_percent(kept), in_percent(share)) for kept, share in pairs if kept is not None and share is not None]
+
+
+def _draw(axes: Axes, place: int, points: _Placed, style: Style) -> None:
+    x, y = ([spread.mean for spread in of] for of in zip(*points, strict=True)) if points else ([], [])
+    bars = [np.nan_to_num([pair[axis].deviation for pair in points]) for axis in (0, 1)]
+    if any(bar.any() for bar in bars):
+        axes.errorbar(x, y, bars[1], bars[0], fmt="none", ecolor=style.colour, elinewidth=0.8, alpha=0.6)
+    (line,) = axes.plot(x, y, **style.plot)
+    line.set_gid(f"series-{place}")
+
+
+def _references(axes: Axes, found: Tradeoffs) -> None:
+    """Draw what the source network has of the source, and what networks of their own have of the targets."""
+    for draw in (axes.axvline, *([axes.axhline] if found.tops else [])):
+        draw(100, color=INK, linestyle=(0, (1.0, 3.0)), linewidth=1, zorder=0)
+
+
+def _enlarged(placed: Sequence[_Placed]) -> _Limits | None:
+    """Return the limits of what keeps most of the source, where it is crowded into a small part of the figure."""
+    curves = [[(kept.mean, share.mean) for kept, share in curve] for curve in placed]
+    near = [point for curve in curves for point in curve if point[0] >= _NEAR]
+    least = min((x for curve in curves for x, _ in curve), default=_NEAR)
+    if len(near) < 3 or least > _NEAR - 20:
+        return None
+    right, low = max(x for x, _ in near), min(y for _, y in near)
+    high = max(reached for curve in curves if (reached := reach(curve, _NEAR)) is not None)
+    margin = 0.06 * max(high - low, 1.0)
+    return (_NEAR, max(right, 100.0) + 0.5), (low - margin, high + margin)
+
+
+def _note(found: Tradeoffs) -> str:
+    return (
+        "Each marker is one value of what is swept: a strength, or a learning rate. Further right, more of "
+        f"{found.source} is kept; further up, more is learnt. Dotted lines: the source network"
+        + (", and networks of their own for the targets" if found.tops else "")
+        + ". Numbers beside a name are areas under the curve."
+    )

@@ -1,0 +1,227 @@
+"""The trade-off curves of a run's sweeps: their points over repeats, and the numbers that sum them up.
+
+Curves are made repeat by repeat, and their numbers averaged. `xkfac.experiments.tradeoff` says what the numbers mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from xkfac.experiments.report.image_tables import Ceiling, ceilings
+from xkfac.experiments.report.markup import column_heads, spread_text, table, text
+from xkfac.experiments.report.tables import Entry, csv_text, entries, number, spread_cells
+from xkfac.experiments.report.tradeoff import area, reach
+from xkfac.experiments.runs.results import JobResult, RunResults, Spread, spread
+
+LEVELS = (0.9, 0.97)
+NOT_REACHED = "not reached"
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One line of a sweep: its value, and by seed what is kept of the source and the share of the targets' ceilings."""
+
+    entry: Entry
+    value: float | None
+    by_seed: Mapping[int, tuple[float, float]]
+
+    @property
+    def kept(self) -> Spread | None:
+        """What is kept over repeats."""
+        return spread([kept for kept, _ in self.by_seed.values()])
+
+    @property
+    def share(self) -> Spread | None:
+        """The share of the ceilings over repeats."""
+        return spread([share for _, share in self.by_seed.values()])
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """The curve of one sweep. key: what is swept; empty for a line by itself, which is one point and has no curve."""
+
+    run: str
+    name: str
+    label: str
+    key: str
+    points: Sequence[SweepPoint]
+
+    def curves(self) -> list[list[tuple[float, float]]]:
+        """Return the curve of each repeat in the order of the swept values, as far as they are measured."""
+        seeds = sorted({seed for point in self.points for seed in point.by_seed})
+        return [[point.by_seed[seed] for point in self.points if seed in point.by_seed] for seed in seeds]
+
+    @property
+    def area(self) -> Spread | None:
+        """The area under the curve, over repeats."""
+        return spread([area(curve) for curve in self.curves()])
+
+    def at(self, level: float) -> Spread | None:
+        """Return the share of the ceilings at a level of what is kept, over the repeats that reach it."""
+        return spread([reach(curve, level) for curve in self.curves()])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What keeps the curve from being a plain result: points that diverged, or are not there yet."""
+        jobs = sum(point.entry.repeats for point in self.points)
+        lost = sum(len(point.entry.diverged) for point in self.points)
+        missing = jobs - lost - sum(len(point.by_seed) for point in self.points)
+        said = (f"{lost} of {jobs} jobs diverged", lost), (f"{missing} of {jobs} jobs have no result yet", missing)
+        return tuple(words for words, count in said if count)
+
+
+@dataclass(frozen=True)
+class Tradeoffs:
+    """All curves of one run, and the points of lines that are in no sweep. tops: by target, empty without ceilings."""
+
+    run: str
+    source: str
+    targets: Sequence[str]
+    curves: Sequence[Tradeoff]
+    alone: Sequence[Tradeoff]
+    tops: Mapping[str, Ceiling]
+
+    @property
+    def what(self) -> str:
+        """What the targets' axis shows."""
+        targets = self.targets[0] if len(self.targets) == 1 else "targets"
+        whose = "its ceiling" if len(self.targets) == 1 else "their ceilings"
+        return f"{targets}, share of {whose}" if self.tops else f"{targets}, accuracy"
+
+
+def tradeoffs(runs: Sequence[RunResults]) -> list[Tradeoffs]:
+    """Return the trade-off curves of each run that has sweeps of which something is measured."""
+    found = []
+    rest = entries(runs)
+    for run in runs:
+        mine, rest = rest[: len(run.recipe.lines)], rest[len(run.recipe.lines) :]
+        made = _tradeoffs(mine)
+        if made is not None:
+            found.append(made)
+    return found
+
+
+def _tradeoffs(mine: Sequence[Entry]) -> Tradeoffs | None:
+    competing = [entry for entry in mine if not entry.reference]
+    done = [job for entry in competing for job in entry.results.jobs if job.final() and len(job.tasks) > 1]
+    if not done or not any(entry.line.sweep for entry in competing):
+        return None
+    source = done[0].tasks[0]
+    targets = list(dict.fromkeys(task for job in done for task in job.tasks[1:]))
+    tops = ceilings(mine, targets)
+    tops = tops if set(tops) == set(targets) else {}
+    groups: dict[str, list[SweepPoint]] = {}
+    for entry in competing:
+        name = entry.line.sweep.get("line", entry.name)
+        groups.setdefault(name, []).append(SweepPoint(entry, entry.line.swept, _by_seed(entry.results.jobs, tops)))
+    made = []
+    for name, points in groups.items():
+        first = points[0].entry
+        ordered = sorted(points, key=lambda point: point.value or 0.0)
+        sweep = first.line.sweep
+        made.append(Tradeoff(first.run, name, sweep.get("label", first.label), sweep.get("key", ""), ordered))
+    curves = [each for each in made if each.key and any(point.by_seed for point in each.points)]
+    if not curves:
+        return None
+    alone = [each for each in made if not each.key and each.points[0].by_seed]
+    return Tradeoffs(mine[0].run, source, targets, curves, alone, tops)
+
+
+def _by_seed(jobs: Iterable[JobResult], tops: Mapping[str, Ceiling]) -> dict[int, tuple[float, float]]:
+    """Return what is kept of the source and the mean share of the ceilings, of each repeat that learnt all tasks.
+
+    A repeat without a ceiling of its own seed is measured by the mean over those there are.
+    """
+    found = {}
+    for job in jobs:
+        end, first = job.final(), job.accuracy[0] if job.accuracy else None
+        if end is None or not first or not first[0] or len(job.tasks) < 2:
+            continue
+        shares = []
+        for task in job.tasks[1:]:
+            own = tops[task].accuracies if tops else {}
+            shares.append(end[task] / (own.get(job.seed, fmean(own.values())) if own else 100.0))
+        found[job.seed] = end[job.tasks[0]] / first[0], fmean(shares)
+    return found
+
+
+def _cell(curve: Tradeoff, level: float, written: Callable[[Spread, int], str]) -> str:
+    """Return a number at a level, with how many repeats reach it where not all do."""
+    value, repeats = curve.at(level), len(curve.curves())
+    if value is None:
+        return NOT_REACHED
+    shown = written(in_percent(value), 1)
+    return shown if value.count == repeats else f"{shown} ({value.count} of {repeats} repeats reach it)"
+
+
+def _heads(found: Tradeoffs) -> list[str]:
+    return [
+        "method",
+        "area under the curve",
+        *(f"{found.what}, at {100 * level:.0f}% of {found.source} kept" for level in LEVELS),
+        "values",
+    ]
+
+
+def _values(curve: Tradeoff) -> str:
+    mark = "lr " if curve.key == "lr" else "x"
+    return mark + ", ".join(f"{point.value:g}" for point in curve.points if point.value is not None)
+
+
+def in_percent(value: Spread) -> Spread:
+    """Return a share in %."""
+    return Spread(100 * value.mean, 100 * value.deviation, value.count)
+
+
+def tradeoffs_text(found: Tradeoffs) -> list[list[str]]:
+    """Return the numbers of all curves as rows of texts, their header first, as a terminal shows them."""
+    rows = [
+        [
+            curve.label,
+            number(curve.area, 3),
+            *(_cell(curve, level, number) for level in LEVELS),
+            _values(curve),
+            "; ".join(curve.notes),
+        ]
+        for curve in found.curves
+    ]
+    return [[*_heads(found), "notes"], *rows]
+
+
+def tradeoffs_html(found: Tradeoffs) -> str:
+    """Return the numbers of all curves as an element of a report's page."""
+    tops = "; ".join(
+        f"{text(task)} {spread_text(spread(list(top.accuracies.values())), 1)}% ({text(top.label)})"
+        for task, top in found.tops.items()
+    )
+    caption = (
+        f"Trade-off of each method: at least so much of the accuracy on {text(found.source)} is kept, and what is then "
+        "reached at best along the curve through its points, mean ± one standard deviation over repeats. The area is "
+        "that below this, over 0 to 100% kept, 1 where the ceilings are reached throughout; nothing is extrapolated."
+        + (f" Ceilings: {tops}, chosen on validation images." if tops else "")
+    )
+    body = []
+    for curve in found.curves:
+        remarks = "".join(f'<span class="warn">{text(said)}</span>' for said in curve.notes)
+        cells = [_cell(curve, level, spread_text) for level in LEVELS]
+        shown = [spread_text(curve.area, 3), *cells, text(_values(curve))]
+        body.append(
+            f'<tr><th scope="row">{text(curve.label)}{remarks}</th>'
+            + "".join(f"<td>{cell}</td>" for cell in shown)
+            + "</tr>"
+        )
+    return table("Table of trade-offs", caption, column_heads(_heads(found)), body)
+
+
+def tradeoffs_csv(found: Iterable[Tradeoffs]) -> str:
+    """Return the numbers of all curves in full as CSV, one per row; a level that is not reached has no mean."""
+    rows: list[list[Any]] = []
+    for each in found:
+        for curve in each.curves:
+            start = [each.run, curve.name, curve.label]
+            rows.append([*start, "area", "", *spread_cells(curve.area)])
+            rows += [[*start, "share at", level, *spread_cells(curve.at(level))] for level in LEVELS]
+    return csv_text(["run", "sweep", "label", "what", "kept", "mean", "deviation", "repeats"], rows)

@@ -1,0 +1,206 @@
+"""The folder of a run: what it holds, and how it stays whole whenever a process is killed.
+
+    recipe.toml                       the recipe, every key written out
+    run.json                          command, commit, versions, hardware, device, data folder, digest of recipe.toml
+    jobs/LINE/SEED/events.jsonl       one JSON object a line: start, epoch, task, end
+    jobs/LINE/SEED/checkpoint-*       the last two states of the job, tensors and numbers, no pickle
+    jobs/LINE/SEED/memory-*           the memory that the latest states go on with
+    results.json                      all of it, collected when the run ends
+
+Whole files are written beside their place and renamed. A checkpoint says how long the events were when it was written,
+and their digest; what comes after it is cut off when a job goes on, and is written again, the same. Nothing that a
+folder holds is used before it is checked: a recipe that was changed since the run began, or events that no job of it
+can have left, are one error that names the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xkfac.errors import XkfacError
+from xkfac.experiments.files import LARGEST_TEXT, check_path, read_json, read_regular, reason
+from xkfac.experiments.recipes.parsing import parse_recipe
+from xkfac.experiments.recipes.recipe import SINGLE, Recipe
+from xkfac.experiments.records import FACTS, FACTS_FREE, RECIPE_DIGEST, fault
+from xkfac.experiments.runs.job_folder import (
+    CHECKPOINT,
+    JobFolder,
+    NotWritten,
+    RunError,
+    digest_of,
+    not_written,
+    write_text,
+)
+from xkfac.experiments.runs.results import LineResults, RunResults
+
+__all__ = ["CHECKPOINT", "JobFolder", "NotWritten", "RunError", "RunFolder", "find_runs", "not_written", "write_text"]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run."""
+
+    path: Path
+    recipe: Recipe
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe, facts: Mapping[str, Any]) -> RunFolder:
+        """Make the folder of a new run.
+
+        Raises RunError when there is something at `path` already, or it cannot be written.
+        """
+        for name in recipe.lines:
+            check_path(path / "jobs" / name / "checkpoint-000000.safetensors")
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            remedy = f"go on with it by 'xkfac resume {path}'" if (path / "run.json").exists() else "empty it"
+            raise RunError(f"'{path}' exists already; {remedy}, or choose another folder")
+        text = recipe.to_toml()
+        facts = {**facts, RECIPE_DIGEST: digest_of(text.encode())}
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            write_text(path / "recipe.toml", text)
+            write_text(path / "run.json", json.dumps(facts, indent=1) + "\n")
+        except (OSError, NotWritten) as error:
+            with contextlib.suppress(OSError):
+                (path / "recipe.toml").unlink(missing_ok=True)
+                path.rmdir()
+            said = f"the folder '{path}' cannot be made ({reason(error)}); free space or choose another one"
+            raise RunError(said) from None
+        return cls(path, recipe, facts)
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """Open the folder of a run.
+
+        Raises RunError when it is none, is damaged, or its recipe is not the one that the run began with.
+        """
+        check_path(path / "recipe.toml")
+        if not (path / "run.json").is_file() or not (path / "recipe.toml").is_file():
+            raise RunError(f"'{path}' is not the folder of a run; 'xkfac status' lists runs")
+        try:
+            facts = read_json(path / "run.json")
+            content = read_regular(path / "recipe.toml", LARGEST_TEXT)
+            _check_facts(path, facts, content)
+            recipe = parse_recipe(content.decode(), str(path / "recipe.toml"))
+        except RunError:
+            raise
+        except (OSError, ValueError, XkfacError) as error:
+            raise RunError(
+                f"the run '{path}' is damaged: run.json or recipe.toml cannot be read ({reason(error)}); restore them, "
+                "or start a new run"
+            ) from None
+        return cls(path, recipe, facts)
+
+    def job(self, line: str, seed: int) -> JobFolder:
+        """Return the folder of a job."""
+        return JobFolder(self.path / "jobs" / line / str(seed), line, seed, self.recipe.plan(line, seed))
+
+    def jobs(self) -> list[JobFolder]:
+        """Return the folders of all jobs, repeat by repeat, so that every line has a first result early."""
+        return [self.job(line, seed) for seed in self.recipe.seeds for line in self.recipe.lines]
+
+    def floors(self, seed: int) -> dict[str, float]:
+        """Return C_t by task: the training loss at the end of a network of its own, of the repeat with this seed."""
+        found: dict[str, float] = {}
+        for name, line in self.recipe.lines.items():
+            if line.method == SINGLE:
+                result = self.job(name, seed).result()
+                last = {epoch["task"]: epoch["loss"] for epoch in result.epochs}
+                names = dict(enumerate(result.tasks))
+                found |= {names[task]: loss for task, loss in last.items() if loss is not None and task in names}
+        return found
+
+    def results(self) -> RunResults:
+        """Return what the run has measured so far."""
+        lines = {
+            name: LineResults(name, [self.job(name, seed).result() for seed in self.recipe.seeds])
+            for name in self.recipe.lines
+        }
+        return RunResults(str(self.path), self.recipe, self.facts, lines)
+
+    def collect(self) -> None:
+        """Write results.json: the facts of the run and the result of every job."""
+        jobs = [job.result().to_dict() for job in self.jobs()]
+        write_text(self.path / "results.json", json.dumps({**self.facts, "jobs": jobs}) + "\n")
+
+    @contextlib.contextmanager
+    def locked(self, *, shared: bool = False) -> Iterator[int]:
+        """Hold the run for this process and those that inherit the file descriptor that is yielded.
+
+        shared: others that hold it shared may hold it too, as those do that tune one run together.
+
+        Raises RunError when another process holds it. A lock ends with the processes that hold it, however they end.
+        """
+        path = self.path / "lock"
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise not_written(path, error) from None
+        try:
+            if not _flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+                owner = os.pread(handle, 100, 0).decode(errors="replace").strip() or "another process"
+                raise RunError(f"the run '{self.path}' is in use by {owner}; wait until it ends, or stop it first")
+            # Who holds it is a courtesy: a full disk must not keep a run from ending.
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+            yield handle
+        finally:
+            os.close(handle)
+
+    def in_use(self) -> bool:
+        """Whether a process holds the run; nothing is changed by asking."""
+        try:
+            handle = os.open(self.path / "lock", os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            return not _flock(handle, fcntl.LOCK_EX)
+        finally:
+            os.close(handle)
+
+
+def _check_facts(path: Path, facts: Any, recipe: bytes) -> None:
+    """Check run.json, and that recipe.toml is what it was when the run began; earlier versions noted no digest."""
+    wrong = fault(facts, FACTS, FACTS_FREE, more=True)
+    if wrong is not None:
+        raise RunError(f"'{path / 'run.json'}' is damaged: {wrong}; restore it, or start a new run")
+    if facts.get(RECIPE_DIGEST, digest := digest_of(recipe)) != digest:
+        raise RunError(
+            f"'{path / 'recipe.toml'}' was changed since the run began, and what was measured is not of it; restore it "
+            "as it was, or start a new run with it"
+        )
+
+
+def _flock(handle: int, kind: int) -> bool:
+    """Lock a file; whoever only asks whether it is in use holds it for a moment, so that a few tries are made."""
+    for _ in range(5):
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.02)
+        else:
+            return True
+    return False
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the folders of runs in a folder, and the folder itself if it is one, oldest first."""
+    check_path(folder / "run.json")
+    found = [path.parent for path in (*folder.glob("run.json"), *folder.glob("*/run.json"))]
+
+    def started(path: Path) -> float:
+        with contextlib.suppress(OSError):
+            return (path / "run.json").stat().st_mtime
+        return 0.0
+
+    return sorted(found, key=started)

@@ -1,0 +1,397 @@
+"""One job: a line of a recipe with one seed, its tasks learnt one after the other, from where it was left off.
+
+A job is made of stages. Each is a training from its first to its last epoch, after which the memory is extended and
+the network measured. A stage can also be learnt by itself, from a given state, as trials of settings do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xkfac.errors import MemoryFileError, NotFiniteError
+from xkfac.experiments.data.digits import batches, stream
+from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Line
+from xkfac.experiments.runs.folder import JobFolder, RunError, not_written
+from xkfac.experiments.runs.stages import Batches, Progress, Stage, stages_of
+from xkfac.experiments.runs.tasks import Course
+from xkfac.experiments.runs.training import Examples, Stepper, load_momentum, make_optimizer, momentum_of
+from xkfac.learning.balance import Balance
+from xkfac.learning.calibrator import calibrate
+from xkfac.learning.learner import Learner
+from xkfac.memory import Memory, consolidate
+from xkfac.penalty.implicit import Implicit
+
+CHECKPOINT_SECONDS = 10.0
+
+
+@dataclass
+class Sequence:
+    """Learns the tasks of a line; the same numbers come out however often it is interrupted.
+
+    floors: C_t by task, for a line whose losses are balanced. autocast: the dtype that the network computes in.
+    """
+
+    line: Line
+    seed: int
+    course: Course
+    folder: JobFolder
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    floors: Mapping[str, float] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+    progress: Progress = field(default_factory=Progress)
+    memory: Memory | None = None
+
+    def __post_init__(self) -> None:
+        line = self.line
+        self.stages = stages_of(line)
+        self.method = line.resolved_method()
+        self._saved = time.monotonic()
+        self._memory_file: str | None = None
+        self._lent = False
+        self._best: dict[str, Tensor] = {}
+        self._start: dict[str, Tensor] = {}
+        self._balance: Balance | None = None
+        self.model = self.course.network()
+
+    @property
+    def _device(self) -> torch.device:
+        return self.course.device
+
+    def turn_to(
+        self, stage: int, weights: Mapping[str, Tensor] | None = None, memory: Memory | None = None
+    ) -> dict[str, Tensor]:
+        """Turn to a stage by itself, from a given state, or go on with it; return what `learn` carries on.
+
+        weights: of the network that enters it, by default the initial one. memory: is lent, so that checkpoints leave
+        it out.
+        """
+        self.progress, self._lent = Progress(stage=stage), True
+        if weights is not None:
+            self.model.load_state_dict(weights)
+        state = self.folder.restore()
+        carried = {} if state is None else self._load(*state)
+        self.memory = memory
+        self.course.enter(self.model, self.stages[stage].task)
+        return carried
+
+    def run(self) -> None:
+        """Run, or go on, to the end."""
+        state = self.folder.restore()
+        carried: dict[str, Tensor] = {}
+        if state is None:
+            known = range(0 if self.course.given else self.line.tasks)
+            untrained = [self.course.accuracy(self.model, task, "test") for task in known]
+            order = list(self.course.tasks[: self.line.tasks])
+            self.folder.note("start", line=self.folder.line, seed=self.seed, untrained=untrained, tasks=order)
+        else:
+            carried = self._load(*state)
+            if self.folder.result().done:
+                return
+        while self.progress.stage < len(self.stages):
+            if not self._finite_stage(carried):
+                self.folder.note("end", diverged=self.stages[self.progress.stage].task)
+                break
+            carried = {}
+        else:
+            self.folder.note("end", diverged=None)
+            self.memory = None
+        self._save({}, force=True)
+
+    def _finite_stage(self, carried: dict[str, Tensor]) -> bool:
+        try:
+            return self._stage(carried)
+        except NotFiniteError:  # weights can be finite still where statistics or curvature no longer are
+            return False
+
+    def _stage(self, carried: dict[str, Tensor]) -> bool:
+        """Go through a stage to its end; return whether its numbers stayed finite."""
+        stage, start = self.stages[self.progress.stage], time.monotonic() - self.progress.seconds
+        self.course.enter(self.model, stage.task)
+        if stage.count > self.course.given:
+            if self.progress.epoch == 0:
+                if stage.anew:
+                    self.model = self.course.network()
+                    self.course.enter(self.model, stage.task)
+                else:
+                    self.progress.before = self.course.accuracy(self.model, stage.task, "test")
+            if not self.learn(stage, carried):
+                return False
+        if not stage.anew:
+            self.remember(stage)
+        self._end_stage(stage, start)
+        return True
+
+    def learn(self, stage: Stage, carried: dict[str, Tensor]) -> bool:
+        """Train on the tasks of a stage and keep the weights that were chosen; return whether there were any.
+
+        carried: the momentum, and the balance, of a training that goes on. Early stopping keeps the best epoch also of
+        a training that diverged later.
+        """
+        line, progress = self.line, self.progress
+        start = time.monotonic() - progress.seconds
+        examples = self.course.train(stage.tasks)
+        with self._stepper(examples, stage) as stepper:
+            self._take_up(stepper, carried)
+            while progress.epoch < line.epochs and not progress.diverged:
+                self._epoch(stepper, stage)
+                progress.seconds = time.monotonic() - start
+                self._save(self._carried(stepper))
+        if not self._best or (progress.diverged and not line.early_stopping):
+            return False
+        self.model.load_state_dict(self._best)
+        self._best = {}
+        return True
+
+    @contextlib.contextmanager
+    def _stepper(self, examples: Examples, stage: Stage) -> Iterator[Stepper]:
+        """Yield the stepper of a stage, with its learner begun or taken up again where there is a past to protect."""
+        line = self.line
+        options: dict[str, Any] = {
+            "label_smoothing": line.label_smoothing,
+            "autocast": self.autocast,
+        }
+        if self.memory is None or not self._protected:
+            yield Stepper(self.model, examples, make_optimizer(self.model, self.line.momentum), None, **options)
+            return
+        if self.progress.epoch == 0:
+            # Statistics are pooled over all examples, so large batches give the same and are faster. They are of the
+            # examples as training draws them: with others the running statistics would leave the anchor at once.
+            examples.redraw(self.seed, stage.task, -1)
+            with Learner(self.model, self.memory) as learner:
+                learner.begin(examples.chunks())
+        self._balance = self._new_balance(stage)
+        with Learner(
+            self.model,
+            self.memory,
+            damping=line.damping,
+            strength=self._strength(),
+            bn_momentum=line.bn_momentum,
+            balance=self._balance,
+        ) as learner:
+            begun = {"begun": True, "balance": self._balance.state_dict() if self._balance else None}
+            learner.load_state_dict(begun)
+            first = line.learning_rate(stage.task, 0)
+            implicit = self._implicit(learner, first) if line.implicit else None
+            if line.steady and self.progress.epoch == 0:
+                limit = learner.stable_lr(line.momentum, implicit=implicit)
+                self.progress.rate = min(1.0, 0.5 * limit / max(first, 1e-300))
+            optimizer = make_optimizer(self.model, line.momentum, learner.protected)
+            yield Stepper(self.model, examples, optimizer, learner, implicit=implicit, **options)
+        self._balance = None
+        self._start = {}
+
+    def _implicit(self, learner: Learner, lr: float) -> Implicit:
+        """Return what makes the steps of a stage implicit, as it was where the stage began."""
+        now = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self._start = self._start or now
+        self.model.load_state_dict(self._start)
+        implicit = learner.implicit(lr, self.line.momentum)
+        self.model.load_state_dict(now)
+        return implicit
+
+    def _strength(self) -> float:
+        assert self.memory is not None
+        if not self.line.calibrated:
+            return self.line.strength
+        assert self.memory.calibration is not None
+        return self.line.strength * self.memory.calibration.scale
+
+    def _new_balance(self, stage: Stage) -> Balance | None:
+        """Return the balance of a stage, with C_t as its floor, where the line has one."""
+        if not self.line.balance:
+            return None
+        name = self.course.tasks[stage.task]
+        if name not in self.floors:
+            raise RunError(
+                f"line '{self.folder.line}' balances its losses and needs C_t of task '{name}', which no job of the "
+                f"method '{SINGLE}' with seed {self.seed} has reached; run that line first"
+            )
+        return Balance(self.floors[name], self.line.balance_every)
+
+    @property
+    def _protected(self) -> bool:
+        return self.method.penalised or self.method.fixed_bn
+
+    def _batches(self, examples: Examples, stage: Stage) -> Batches:
+        """Return the batches that curvature is estimated on: a shuffle of its own."""
+        size = min(self.line.batch, len(examples))
+        order = batches(len(examples), size, seed=self.seed, task=stage.task, epoch=-1)
+        return Batches(examples, order[: self.line.batches or None])
+
+    def _epoch(self, stepper: Stepper, stage: Stage) -> None:
+        line, progress = self.line, self.progress
+        lr = line.learning_rate(0 if stage.anew else stage.task, progress.epoch)
+        still = progress.epoch < line.head_epochs
+        rates = lr, 0.0 if still else lr * progress.rate
+        if 0 < progress.epoch == line.head_epochs and line.momentum:
+            stepper.rest()
+        stepper.examples.redraw(self.seed, stage.task, progress.epoch)
+        order = self._order(stepper.examples, stage)
+        try:
+            loss, penalty = stepper.epoch(order, *rates)
+        except NotFiniteError:  # the learner notices it before the epoch ends
+            loss = penalty = math.nan
+        validation = self._validation(stage)
+        finite = math.isfinite(loss) and math.isfinite(penalty) and _is_finite(self.model)
+        if not finite:
+            progress.diverged = True
+        elif line.average:
+            self._add_to_average()
+        elif validation >= progress.best or not line.early_stopping:
+            progress.best, progress.kept = validation, progress.epoch
+            self._best = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.folder.note(
+            "epoch",
+            task=stage.task,
+            epoch=progress.epoch,
+            lr=rates[0] if still else rates[1],
+            loss=loss if finite else None,
+            penalty=penalty if finite else None,
+            validation=validation,
+            time=time.time(),
+        )
+        progress.epoch += 1
+
+    def _order(self, examples: Examples, stage: Stage) -> Tensor:
+        size, keys = self.line.batch, {"seed": self.seed, "task": stage.task, "epoch": self.progress.epoch}
+        if stage.kind != JOINT:
+            return batches(len(examples), size, **keys)
+        shuffled = torch.randperm(len(examples), generator=stream("joint", *keys.values()), device="cpu")
+        return shuffled[: len(examples) // size * size].view(-1, size)
+
+    def _validation(self, stage: Stage) -> float:
+        values = [self.course.accuracy(self.model, task, "validation") for task in stage.tasks]
+        return sum(values) / len(values)
+
+    def _add_to_average(self) -> None:
+        """Take the weights at the end of an epoch into the average over the last ones."""
+        progress, line = self.progress, self.line
+        count = progress.epoch - (line.epochs - line.average) + 1
+        if count < 1:
+            return
+        progress.kept = progress.epoch
+        for name, tensor in self.model.state_dict().items():
+            if count == 1 or not tensor.is_floating_point():
+                self._best[name] = tensor.clone()
+            else:
+                self._best[name].lerp_(tensor, 1 / count)
+
+    def remember(self, stage: Stage) -> None:
+        """Make or extend the memory with the task of a stage; the last task's is of no use."""
+        if stage.count == self.line.tasks or not self._protected:
+            return
+        loader = self._batches(self.course.fixed(stage.task, self.line.consolidate), stage)
+        seed = stream("labels", self.seed, stage.task).initial_seed()
+        graph = self._device.type == "cuda"
+        if self.memory is None:
+            self.memory = consolidate(
+                self.model, loader, self.method, exclude=self.course.exclude, seed=seed, graph=graph
+            )
+            if self.line.calibrated:
+                held_out = self._batches(self.course.fixed(stage.task, "validation"), stage)
+                self.memory = calibrate(self.model, self.memory, held_out, damping=self.line.damping, seed=seed)
+        else:
+            learner = Learner(self.model, self.memory)
+            # The stage was learnt with a learner of its own, before the weights of an epoch were chosen.
+            learner.load_state_dict({"begun": True, "balance": None, "stepped": True})
+            self.memory = learner.finish(loader, keep=self.line.keep, seed=seed, graph=graph)
+        self._memory_file = None
+
+    def _end_stage(self, stage: Stage, start: float) -> None:
+        """Measure what is known after a stage, and turn to the next."""
+        self.folder.note(
+            "task",
+            task=stage.task,
+            accuracy=self.measure(stage),
+            before=self.progress.before,
+            kept=self.progress.kept,
+            seconds=time.monotonic() - start,
+            time=time.time(),
+        )
+        self.progress = self.progress.next_stage()
+        self._save({})
+
+    def measure(self, stage: Stage) -> list[float]:
+        """Return the accuracies on the tasks known after a stage; of networks of their own each counts for its task."""
+        if stage.kind != SINGLE:
+            return [self.course.accuracy(self.model, task, "test") for task in range(stage.count)]
+        self.progress.singles = [*self.progress.singles, self.course.accuracy(self.model, stage.task, "test")]
+        return self.progress.singles
+
+    def _carried(self, stepper: Stepper) -> dict[str, Tensor]:
+        """Return what a training in progress goes on with beside weights: momentum, and the state of a balance."""
+        carried = {f"momentum/{name}": tensor for name, tensor in momentum_of(self.model, stepper.optimizer).items()}
+        if self._balance is not None:
+            carried |= {f"balance/{name}": tensor for name, tensor in self._balance.state_dict().items()}
+        return carried
+
+    def _take_up(self, stepper: Stepper, carried: dict[str, Tensor]) -> None:
+        named = _by_kind(carried, "momentum", "balance")
+        load_momentum(self.model, stepper.optimizer, named["momentum"])
+        if self._balance is not None and named["balance"]:
+            self._balance.load_state_dict(named["balance"])
+
+    def _save(self, carried: dict[str, Tensor], *, force: bool = False) -> None:
+        """Write a checkpoint if the last one is old enough."""
+        if not force and time.monotonic() - self._saved < self.checkpoint_seconds:
+            return
+        if self.memory is not None and self._memory_file is None and not self._lent:
+            name = f"memory-{self.memory.tasks}.safetensors"
+            try:
+                self.memory.save(self.folder.path / name)
+            except MemoryFileError as error:
+                raise not_written(self.folder.path / name, error) from None
+            self._memory_file = name
+        state = {**vars(self.progress), "memory": self._memory_file}
+        tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        tensors |= carried
+        tensors |= {f"best/{name}": tensor for name, tensor in self._best.items()}
+        tensors |= {f"start/{name}": tensor for name, tensor in self._start.items()}
+        tensors |= {f"course/{name}": tensor for name, tensor in self.course.state_dict().items()}
+        self.folder.save(state, tensors)
+        self._saved = time.monotonic()
+
+    def _load(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take a checkpoint up; return what a training in progress goes on with."""
+        tensors = {key: tensor.to(self._device) for key, tensor in tensors.items()}
+        named = _by_kind(tensors, "model", "best", "start", "course")
+        try:
+            self.model.load_state_dict(named["model"])
+            self.course.load_state_dict(named["course"])
+        except (RuntimeError, KeyError, ValueError):
+            raise RunError(
+                f"the checkpoint of job '{self.folder.line}', seed {self.seed}, is not of the network that recipe.toml "
+                f"describes; restore the recipe, or remove the folder '{self.folder.path}' to run this job again"
+            ) from None
+        self._best, self._start = named["best"], named["start"]
+        self._memory_file = state["memory"]
+        if self._memory_file is not None:
+            try:
+                self.memory = Memory.load(self.folder.path / self._memory_file, self.model, device=self._device)
+            except MemoryFileError as error:
+                raise RunError(
+                    f"{error} — or remove the folder '{self.folder.path}' to run this job again from its start"
+                ) from None
+        known = {key: value for key, value in state.items() if key in vars(self.progress)}
+        self.progress = Progress(**known)
+        return {key: tensor for key, tensor in tensors.items() if key.startswith(("momentum/", "balance/"))}
+
+
+def _by_kind(tensors: dict[str, Tensor], *kinds: str) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors whose names begin with each of some kinds, by the rest of their names."""
+    return {
+        kind: {key.removeprefix(f"{kind}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{kind}/")}
+        for kind in kinds
+    }
+
+
+def _is_finite(model: nn.Module) -> bool:
+    return math.isfinite(sum(tensor.double().sum() for tensor in model.state_dict().values()))

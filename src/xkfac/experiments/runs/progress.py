@@ -1,0 +1,165 @@
+"""How far a run is, for a person who watches it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from xkfac.errors import XkfacError
+from xkfac.experiments.recipes.recipe import Line, Recipe
+from xkfac.experiments.runs.folder import JobFolder, RunFolder
+from xkfac.experiments.runs.results import JobResult
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a run is."""
+
+    run: str
+    recipe: str
+    state: str
+    jobs_done: int
+    jobs: int
+    epochs_done: int
+    epochs: int
+    accuracy: float | None
+    diverged: int = 0
+    reason: str = ""
+
+    @classmethod
+    def of(cls, path: Path) -> Standing:
+        """Return how far the run in a folder is; a damaged one is said to be so, and why in `reason`."""
+        try:
+            run = RunFolder.open(path)
+            results = [job.result() for job in run.jobs()]
+        except XkfacError as error:
+            return cls(str(path), "?", "damaged", 0, 0, 0, 0, None, reason=str(error))
+        done = sum(job.done for job in results)
+        state = "complete" if done == len(results) else "running" if run.in_use() else "interrupted"
+        latest = [curve[-1] for job in results if (curve := job.average_accuracy())]
+        known = [value for value in latest if value is not None]
+        epochs = sum(epochs_of(run.recipe, job.line) for job in results)
+        passed = sum(epochs_of(run.recipe, job.line) if job.done else len(job.epochs) for job in results)
+        accuracy = sum(known) / len(known) if known else None
+        diverged = sum(job.diverged is not None for job in results)
+        return cls(str(path), run.recipe.name, state, done, len(results), passed, epochs, accuracy, diverged)
+
+    def cells(self) -> list[str]:
+        """Return the cells of its row in a table."""
+        accuracy = "-" if self.accuracy is None else f"{self.accuracy:.2f}"
+        return [
+            self.run,
+            self.recipe,
+            self.state,
+            f"{self.jobs_done}/{self.jobs}" + (f", {self.diverged} diverged" if self.diverged else ""),
+            f"{self.epochs_done}/{self.epochs}",
+            accuracy,
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+def epochs_of(recipe: Recipe, name: str) -> int:
+    """Return the epochs of a whole job of a line; the source of images is known from the start."""
+    line = recipe.lines[name]
+    return (len(line.counts) - (recipe.images is not None)) * line.epochs
+
+
+class Watched:
+    """What work in progress is shown with: on a terminal lines that change in place, elsewhere one now and then.
+
+    `console` None shows nothing.
+    """
+
+    _pause = 30.0
+
+    def __init__(self, console: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._live = Live(console=console, transient=True) if console is not None and console.is_terminal else None
+        self._written = clock()
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+class Display(Watched):
+    """Shows a run while it works: every job with its task, epoch and accuracy so far, and the time that is left."""
+
+    def __init__(self, console: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
+        self._start = self._written
+        self._first: int | None = None
+        self._done: dict[Path, JobResult] = {}
+
+    def show(self, run: RunFolder, running: list[JobFolder]) -> None:
+        """Show a run and the jobs that are running."""
+        if self._console is None:
+            return
+        if self._live is None and self._clock() - self._written < self._pause:
+            return
+        self._written = self._clock()
+        head = self._head(run)
+        if self._live is None:
+            self._console.print(escape(head), soft_wrap=True)
+            return
+        table = Table(head, "task", "epoch", "validation", "average so far", box=None, pad_edge=False)
+        for job in running:
+            table.add_row(*map(escape, _job_cells(run.recipe.lines[job.line], job)))
+        self._live.update(table)
+
+    def _head(self, run: RunFolder) -> str:
+        """Return the line about the whole run."""
+        for job in run.jobs():
+            if job.path not in self._done and (result := job.result()).done:
+                self._done[job.path] = result
+        recipe = run.recipe
+        total = sum(epochs_of(recipe, job.line) for job in run.jobs())
+        passed = sum(
+            epochs_of(recipe, job.line) if job.path in self._done else len(job.result().epochs) for job in run.jobs()
+        )
+        if self._first is None:
+            self._first = passed
+        head = f"{run.recipe.name}: {len(self._done)}/{len(run.jobs())} jobs, {passed}/{total} epochs"
+        since, new = self._clock() - self._start, passed - self._first
+        return f"{head}, {_duration(since / new * (total - passed))} left" if new > 0 else head
+
+
+def _job_cells(line: Line, job: JobFolder) -> list[str]:
+    result = job.result()
+    name = f"{line.label}, seed {job.seed}"
+    if not result.epochs:
+        return [name, "-", "-", "-", "-"]
+    last = result.epochs[-1]
+    averages = [value for value in result.average_accuracy() if value is not None]
+    return [
+        name,
+        f"{last['task'] + 1}/{line.tasks}",
+        f"{last['epoch'] + 1}/{line.epochs}",
+        f"{last['validation']:.2f}",
+        f"{averages[-1]:.2f}" if averages else "-",
+    ]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

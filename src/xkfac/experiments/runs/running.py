@@ -1,0 +1,271 @@
+"""Start runs and go on with them: jobs side by side in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xkfac.experiments.data.digits import DataError
+from xkfac.experiments.files import at_home, check_path
+from xkfac.experiments.provenance import provenance
+from xkfac.experiments.recipes.parsing import load_recipe, parse_recipe
+from xkfac.experiments.recipes.recipe import SINGLE, Recipe
+from xkfac.experiments.runs.folder import JobFolder, NotWritten, RunError, RunFolder
+from xkfac.experiments.runs.results import RunResults
+from xkfac.experiments.runs.run_data import load_materials
+
+Show = Callable[["RunFolder", "list[JobFolder]"], None]
+"""Is called about twice a second with the run and the jobs that are running."""
+
+
+class JobsFailed(RunError):
+    """Jobs of a run that ended with an error; the others were run to their end."""
+
+
+def start(
+    recipe: str | Path | Recipe,
+    folder: str | Path,
+    *,
+    settings: Sequence[str] = (),
+    lines: Sequence[str] = (),
+    jobs: int | None = None,
+    device: str = "auto",
+    data: str | Path | None = None,
+    download: bool = False,
+    show: Show | None = None,
+) -> RunResults:
+    """Run a recipe in a new folder and return its results.
+
+    recipe: a `Recipe`, the name of one that comes with the package, or the path of a TOML file, changed by `settings`
+    as in `load_recipe`. lines: names or patterns of the lines to run, all by default. jobs: how many jobs run side by
+    side, by default one a core. device: `cpu`, `cuda`, or `auto`. data: the data folder, by default XKFAC_DATA.
+
+    Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run.
+    """
+    if isinstance(recipe, Recipe) and settings:
+        raise RunError("settings go with the name or path of a recipe, not with a Recipe; make the changes in it")
+    made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
+    if lines:
+        made = made.only(lines)
+    check_path(folder)  # before data is read, which can take long
+    place = place_of(device)
+    where = data or os.environ.get("XKFAC_DATA")
+    facts = checked(made, where, place, download=download, told=show is not None)
+    run = RunFolder.create(Path(folder), made, facts)
+    return _work(run, jobs, show)
+
+
+def checked(
+    recipe: Recipe, data: str | Path | None, place: torch.device, *, download: bool = False, told: bool = False
+) -> dict[str, Any]:
+    """Return the facts of a run that is about to start; a fault in recipe, data or weights shows now, not in every job.
+
+    told: say on standard error how far images are decoded, which is done once.
+    """
+    data = None if data is None else at_home(data)
+    parse_recipe(recipe.to_toml(), recipe.name)  # one that was made in Python has not been checked
+    materials = load_materials(
+        recipe,
+        data,
+        torch.device("cpu"),
+        download=download,
+        workers=os.cpu_count() or 1,
+        progress=_decoding() if told else None,
+    )
+    for name, line in recipe.lines.items():
+        try:
+            materials.course(line, recipe.seed)
+        except DataError as error:
+            raise RunError(f"lines.{name}: {error}") from None
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "place": str(place),
+        "data": None if data is None else str(data.resolve()),
+        "classes": dict(materials.classes),
+        **provenance(place, recipe.threads),
+    }
+
+
+def _decoding() -> Callable[[int, int], None]:
+    """Return a function that says now and then how many images are decoded, where that takes a while."""
+    last, told = time.monotonic(), False
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last, told
+        if time.monotonic() - last > 2 or (told and done == total):
+            print(f"decoded {done:,} of {total:,} images", file=sys.stderr)
+            last, told = time.monotonic(), True
+
+    return tell
+
+
+def resume(folder: str | Path, *, jobs: int | None = None, show: Show | None = None) -> RunResults:
+    """Go on with a run that was interrupted and return its results; the numbers are those of an unbroken run."""
+    run = RunFolder.open(Path(folder))
+    if "tuning" in run.facts:
+        raise RunError(f"'{folder}' is a tuning; go on with it by 'xkfac resume', or by xkfac.experiments.tuning.go_on")
+    place = torch.device(run.facts["place"])
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise RunError(f"the run '{folder}' was started on a GPU and there is none here; start it anew on the CPU")
+    return _work(run, jobs, show)
+
+
+def results(folder: str | Path) -> RunResults:
+    """Return what a run has measured so far."""
+    return RunFolder.open(Path(folder)).results()
+
+
+def place_of(device: str) -> torch.device:
+    """Return the device of a run by its name, `cpu`, `cuda` or `auto`."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise RunError(f"device is '{device}'; it must be auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise RunError("device is 'cuda', but torch sees no GPU; use --device cpu, or install a CUDA build of torch")
+    return torch.device("cuda" if available and device != "cpu" else "cpu")
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process that runs jobs, and the job that it is on."""
+
+    process: subprocess.Popen[str]
+    job: JobFolder | None = None
+
+    @classmethod
+    def start(cls, lock: int, threads: int, module: str = "xkfac.experiments.runs.worker") -> Worker:
+        """Start a process; it inherits the lock, so that the run is in use as long as any of them lives."""
+        limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        # An interrupt is for this process alone: the other inherits the mask, so that none hits it while it starts.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                pass_fds=(lock,),
+                env={**os.environ, **limits, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return cls(process)
+
+    def give(self, run: RunFolder, job: JobFolder) -> None:
+        """Hand out a job."""
+        self.job = job
+        self.send({"run": str(run.path), "line": job.line, "seed": job.seed})
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Say what is to be done."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is seen when its answer is awaited
+            self.process.stdin.write(json.dumps(message) + "\n")
+
+    def answer(self) -> str | None:
+        """Return the error of the job that has ended, None if there was none."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if line:
+            error: str | None = json.loads(line).get("error")
+            return error
+        code = self.process.wait()
+        how = f"was killed by signal {-code}; is memory short?" if code < 0 else f"ended with exit code {code}"
+        return f"its process {how}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """End the process at once."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+
+
+def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
+    """Run all jobs that are not done."""
+    if jobs is not None and jobs < 1:
+        raise RunError(f"jobs must be at least 1, not {jobs}")
+    with run.locked() as lock:
+        waiting = [job for job in run.jobs() if not job.result().done]
+        count = min(jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads), len(waiting))
+        failures: dict[JobFolder, str] = {}
+        for group in _in_turn(run, waiting):
+            failures |= _hand_out(run, group, min(count, len(group)), lock, show)
+        try:
+            run.collect()
+        except NotWritten:
+            if not failures:  # else what failed first is what is said
+                raise
+    if failures:
+        first, text = next(iter(failures.items()))
+        raise JobsFailed(
+            f"{len(failures)} of {len(waiting)} jobs failed; the first, '{first.line}' with seed {first.seed}: {text}"
+        )
+    return run.results()
+
+
+def _in_turn(run: RunFolder, waiting: list[JobFolder]) -> list[list[JobFolder]]:
+    """Return jobs in groups, each of which waits for the one before: C_t comes from networks of single tasks."""
+    lines = run.recipe.lines
+    if not any(lines[job.line].balance for job in waiting):
+        return [waiting]
+    first = [job for job in waiting if lines[job.line].method == SINGLE]
+    return [first, [job for job in waiting if job not in first]]
+
+
+def _hand_out(
+    run: RunFolder, waiting: list[JobFolder], count: int, lock: int, show: Show | None
+) -> Iterator[tuple[JobFolder, str]]:
+    """Run jobs in `count` processes; yield those that failed, with the reason."""
+    waiting = list(waiting)
+    workers: list[Worker] = []
+    with selectors.DefaultSelector() as ready, contextlib.ExitStack() as ending:
+
+        def employ(worker: Worker | None) -> None:
+            if not waiting:
+                return
+            if worker is None or not worker.alive:
+                worker = Worker.start(lock, run.recipe.threads)
+                ending.callback(worker.stop)
+                workers.append(worker)
+                ready.register(_stdout(worker), selectors.EVENT_READ, worker)
+            worker.give(run, waiting.pop(0))
+
+        for _ in range(count):
+            employ(None)
+        while any(worker.job for worker in workers):
+            for key, _ in ready.select(timeout=0.5):
+                worker: Worker = key.data
+                job, error = worker.job, worker.answer()
+                worker.job = None
+                if not worker.alive:
+                    ready.unregister(_stdout(worker))
+                if job is not None and error is not None:
+                    yield job, error
+                employ(worker)
+            if show is not None:
+                show(run, [worker.job for worker in workers if worker.job is not None])
+
+
+def _stdout(worker: Worker) -> Any:
+    return worker.process.stdout

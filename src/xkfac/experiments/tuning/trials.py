@@ -1,0 +1,381 @@
+"""What tuning keeps on disk: the trials of every stage of a job, the choice among them, and the events that follow.
+
+    jobs/LINE/SEED/lock                              held while work of the job is handed out, or a choice is made
+    jobs/LINE/SEED/stages/T/trials/N/                one point of the grid, learnt as a job is: events, checkpoints
+    jobs/LINE/SEED/stages/T/trials/N/outcome.json    what it reached; the trial has ended once this is there
+    jobs/LINE/SEED/stages/T/trials/N/weights.*       the network that it left
+    jobs/LINE/SEED/stages/T/choice.json              the trial that the next task begins with; the stage has ended
+    jobs/LINE/SEED/stages/T/memory.*                 the memory that the next task is learnt with
+    jobs/LINE/SEED/stages/T/measured.json            accuracies on test parts, after all choices are made
+    jobs/LINE/SEED/events.jsonl                      the job as if it had known the chosen settings from the start
+
+Whole files replace each other, and each piece of work is done under a lock that ends with its process. So whoever
+comes next finds every piece either done or free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from xkfac import files as storage
+from xkfac.errors import MemoryFileError
+from xkfac.experiments.files import read_json, reason
+from xkfac.experiments.recipes.recipe import SINGLE, Line
+from xkfac.experiments.records import CHOICE, MEASURED, MEASURED_FREE, OUTCOME, Fields, fault
+from xkfac.experiments.runs.folder import JobFolder, RunError, RunFolder, not_written, write_text
+
+WEIGHTS = "xkfac-weights"
+CHOICE_COLUMNS = ("line", "seed", "task", "lr", "damping", "validation", "runner-up", "why")
+
+
+@dataclass(frozen=True)
+class GridPoint:
+    """One setting of a grid: a learning rate, and a damping where the line has a penalty."""
+
+    lr: float
+    damping: float | None
+
+    def of(self, line: Line) -> Line:
+        """Return a line with this setting in place of its own."""
+        return replace(line, lr=self.lr, target_lr=None, damping=line.damping if self.damping is None else self.damping)
+
+    def __str__(self) -> str:
+        return f"lr {self.lr:g}" + ("" if self.damping is None else f", damping {self.damping:g}")
+
+
+def grid_of(line: Line) -> list[GridPoint]:
+    """Return the points that a line chooses from on a target, each once, in the order of the recipe."""
+    lr = line.lr if line.target_lr is None or line.method == SINGLE else line.target_lr
+    rates = dict.fromkeys(line.grid.get("lr", (lr,)))
+    dampings = dict.fromkeys(line.grid.get("damping", (line.damping,))) if line.penalised else (None,)
+    return [GridPoint(lr, damping) for lr, damping in itertools.product(rates, dampings)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial reached: the accuracy of the weights that it kept on the validation part of its task.
+
+    validation: None for a trial that diverged. kept: the epoch whose weights were kept. seconds: its training.
+    """
+
+    number: int
+    lr: float
+    damping: float | None
+    validation: float | None
+    kept: int = -1
+    seconds: float = 0.0
+
+    @property
+    def point(self) -> GridPoint:
+        """The setting that was tried."""
+        return GridPoint(self.lr, self.damping)
+
+
+def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return trials that did not diverge, the best first; of equals first a smaller lr, then a larger damping."""
+    finite = [each for each in outcomes if each.validation is not None]
+    return sorted(finite, key=lambda each: (-(each.validation or 0.0), each.lr, -(each.damping or 0.0), each.number))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen on a task, and why.
+
+    chosen: None where there was nothing to learn, or nothing that stayed finite, which `diverged` says.
+    runner_up: the next best. trials: how many there were, of which `lost` diverged.
+    """
+
+    task: str
+    chosen: Outcome | None
+    runner_up: Outcome | None = None
+    trials: int = 0
+    lost: int = 0
+    diverged: bool = False
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> Choice:
+        """Return the choice that a file describes."""
+        made = {key: None if entry[key] is None else Outcome(**entry[key]) for key in ("chosen", "runner_up")}
+        return cls(**{**entry, **made})
+
+    @property
+    def why(self) -> str:
+        """The reason in words."""
+        best, second = self.chosen, self.runner_up
+        lost = f"; {self.lost} diverged" if self.lost else ""
+        if best is None:
+            return f"all {self.trials} trials diverged" if self.diverged else "known from the start"
+        if second is None or best.validation is None or second.validation is None:
+            return ("the only one" if self.trials == 1 else f"the only one of {self.trials} left") + lost
+        if best.validation > second.validation:
+            margin = best.validation - second.validation
+            return f"best of {self.trials}, by {margin:.2f} points{lost}"
+        return f"as good as the next of {self.trials}, with the {_tie(best, second)}{lost}"
+
+
+def _tie(best: Outcome, second: Outcome) -> str:
+    return "smaller lr" if best.lr < second.lr else "larger damping"
+
+
+@dataclass(frozen=True)
+class TrialFolder:
+    """The folder of one trial."""
+
+    path: Path
+    line: str
+    seed: int
+
+    @property
+    def job(self) -> JobFolder:
+        """Events and checkpoints of its training."""
+        return JobFolder(self.path, self.line, self.seed)
+
+    @property
+    def _weights(self) -> Path:
+        return self.path / "weights.safetensors"
+
+    def outcome(self) -> Outcome | None:
+        """Return what it reached, None if it has not ended."""
+        entry = read_record(self.path / "outcome.json", OUTCOME)
+        return None if entry is None else Outcome(**entry)
+
+    def end(self, outcome: Outcome, weights: Mapping[str, Tensor] | None) -> None:
+        """Write what it reached, and remove the states that it went on from."""
+        if weights is not None:
+            try:
+                storage.write(self._weights, {}, weights, WEIGHTS)
+            except MemoryFileError as error:
+                raise not_written(self._weights, error) from None
+        make_folder(self.path)
+        write_text(self.path / "outcome.json", json.dumps(asdict(outcome)) + "\n")
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove what a trial that has ended went on from."""
+        remove(*self.path.glob("checkpoint-*"), *self.path.glob(".xkfac-*.part"))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights that it left.
+
+        Raises RunError when they cannot be read.
+        """
+        try:
+            _, tensors = storage.read(self._weights, WEIGHTS)
+        except MemoryFileError as error:
+            raise RunError(f"{error} — or remove the folder '{self.path}' to try this point again") from None
+        return tensors
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether its weights are still there."""
+        return self._weights.is_file()
+
+    def forget_weights(self) -> None:
+        """Remove the weights."""
+        remove(self._weights)
+
+
+@dataclass(frozen=True)
+class StageFolder:
+    """The folder of one stage of a job: its trials, and what was chosen."""
+
+    path: Path
+    line: str
+    seed: int
+
+    def trial(self, number: int) -> TrialFolder:
+        """Return the folder of a trial."""
+        return TrialFolder(self.path / "trials" / str(number), self.line, self.seed)
+
+    @property
+    def memory(self) -> Path:
+        """Where the memory is that the next task is learnt with."""
+        return self.path / "memory.safetensors"
+
+    def choice(self) -> Choice | None:
+        """Return what was chosen, None if that is open."""
+        entry = read_record(self.path / "choice.json", CHOICE)
+        return None if entry is None else Choice.read(entry)
+
+    def choose(self, choice: Choice) -> None:
+        """Write what was chosen."""
+        make_folder(self.path)
+        write_text(self.path / "choice.json", json.dumps(asdict(choice)) + "\n")
+
+    def measured(self) -> dict[str, Any] | None:
+        """Return what was measured of the chosen trial and of the others, None if that is still to be done."""
+        return read_record(self.path / "measured.json", MEASURED, MEASURED_FREE)
+
+    def note_measured(self, found: Mapping[str, Any]) -> None:
+        """Write what was measured."""
+        write_text(self.path / "measured.json", json.dumps(found) + "\n")
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """Return the weights of the chosen trial, None for those of the initial network."""
+        choice = self.choice()
+        return None if choice is None or choice.chosen is None else self.trial(choice.chosen.number).weights()
+
+
+@dataclass(frozen=True)
+class TunedJob:
+    """A job that is tuned: a line with a seed, stage by stage."""
+
+    run: RunFolder
+    folder: JobFolder
+
+    @property
+    def line(self) -> Line:
+        """The line as the recipe has it."""
+        return self.run.recipe.lines[self.folder.line]
+
+    @property
+    def protected(self) -> bool:
+        """Whether the line learns with a memory."""
+        method = self.line.resolved_method()
+        return method.penalised or method.fixed_bn
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages and studies."""
+        return f"{self.folder.line}/{self.folder.seed}"
+
+    @property
+    def lock(self) -> Path:
+        """The file that is locked while work of the job is handed out."""
+        return self.folder.path / "lock"
+
+    def stage(self, task: int) -> StageFolder:
+        """Return the folder of a stage."""
+        return StageFolder(self.folder.path / "stages" / str(task), self.folder.line, self.folder.seed)
+
+    def choices(self) -> list[Choice]:
+        """Return what was chosen so far, task by task."""
+        made = (self.stage(task).choice() for task in range(self.line.tasks))
+        return list(itertools.takewhile(lambda choice: choice is not None, made))  # type: ignore[arg-type]
+
+    def chosen(self) -> bool:
+        """Whether nothing is left to choose."""
+        return self._ended(self.choices())
+
+    def _ended(self, choices: Sequence[Choice]) -> bool:
+        return len(choices) == self.line.tasks or any(choice.diverged for choice in choices)
+
+    def stages(self) -> range:
+        """Return the tasks that were learnt, up to the one at which all trials diverged."""
+        return range(sum(not choice.diverged for choice in self.choices()))
+
+    def choose(self, task: int, choice: Choice, tasks: Sequence[str]) -> None:
+        """Write what was chosen on a task; events first, because whoever sees the choice reads them."""
+        self.tell(tasks, (*self.choices()[:task], choice))
+        self.stage(task).choose(choice)
+        remove(*(self.stage(earlier).memory for earlier in range(task)))
+
+    def sweep(self, upto: int | None = None) -> None:
+        """Remove what no one goes on with, of the stages up to one, or of all when all is done.
+
+        Processes that were killed leave half files, and states of trials that have ended.
+        """
+        tasks = range(self.line.tasks if upto is None else upto + 1)
+        for stage in map(self.stage, tasks):
+            remove(*stage.path.glob(".xkfac-*.part"))
+            for path in stage.path.glob("trials/*"):
+                TrialFolder(path, self.folder.line, self.folder.seed).tidy()
+        remove(*self.folder.path.glob(".xkfac-*.part"), *(self.stage(task).memory for task in tasks if upto is None))
+
+    def tell(self, tasks: Sequence[str], choices: Sequence[Choice] | None = None) -> None:
+        """Write the events of the job anew from what was chosen, and measured, so far."""
+        made = self.choices() if choices is None else choices
+        make_folder(self.folder.path)
+        write_text(self.folder.path / "events.jsonl", "".join(f"{json.dumps(e)}\n" for e in self._events(tasks, made)))
+
+    def _events(self, tasks: Sequence[str], choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+        learnt = [choice for choice in choices if not choice.diverged]
+        found = [self.stage(task).measured() for task in range(len(learnt))]
+        untrained = found[0].get("untrained", []) if found and found[0] else []
+        job = {"line": self.folder.line, "seed": self.folder.seed}
+        yield {"event": "start", **job, "untrained": untrained, "tasks": list(tasks[: self.line.tasks])}
+        singles: list[float] = []
+        for task, (choice, measured) in enumerate(zip(learnt, found, strict=True)):
+            chosen = choice.chosen
+            if chosen is not None:
+                trial = self.stage(task).trial(chosen.number)
+                yield from (event for event in trial.job.events() if event["event"] == "epoch")
+                yield {"event": "choice", "task": task, **asdict(chosen)}
+            if measured is not None:
+                singles = [*singles, measured["accuracy"][-1]]
+                accuracy = singles if self.line.method == SINGLE else measured["accuracy"]
+                yield _task_event(task, chosen, accuracy, measured["before"])
+        if self._ended(choices) and all(found):
+            yield {"event": "end", "diverged": len(learnt) if len(learnt) < len(choices) else None}
+
+
+def _task_event(task: int, chosen: Outcome | None, accuracy: list[float], before: float | None) -> dict[str, Any]:
+    kept, seconds = (-1, 0.0) if chosen is None else (chosen.kept, chosen.seconds)
+    return {"event": "task", "task": task, "accuracy": accuracy, "before": before, "kept": kept, "seconds": seconds}
+
+
+def tuned_jobs(run: RunFolder) -> list[TunedJob]:
+    """Return the jobs of a run, networks of their own first, because others wait for their losses."""
+    jobs = [TunedJob(run, folder) for folder in run.jobs()]
+    return sorted(jobs, key=lambda job: job.line.method != SINGLE)
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[bool]:
+    """Try to lock a file for as long as this lasts; yield whether it worked. A lock ends with its process."""
+    try:
+        make_folder(path.parent)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise not_written(path, error) from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise not_written(path, error) from None
+
+
+def remove(*paths: Path) -> None:
+    """Remove files that are no longer needed; one that stays does no harm."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def read_record(path: Path, fields: Fields, free: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Return the table in a file, None if there is no file; `free` fields may be missing.
+
+    Raises RunError when it is damaged.
+    """
+    try:
+        found: dict[str, Any] = read_json(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunError(f"'{path}' cannot be read ({reason(error)}); remove it to have it made again") from None
+    wrong = fault(found, fields, free)
+    if wrong is not None:
+        raise RunError(f"'{path}' is damaged: {wrong}; remove it to have it made again")
+    return found

@@ -1,0 +1,372 @@
+"""A process that tunes: it takes whatever piece of work of a phase is free, until none is left.
+
+Phases keep data apart. `prepare` makes what is known of the source and reads its training data; `choose` learns trials
+and chooses among them, and loads the training and validation data of targets alone; `measure` comes after all choices
+and reads the test parts. Each phase has processes of its own, so that nothing is left over from the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
+from xkfac.experiments.recipes.recipe import SINGLE
+from xkfac.experiments.runs.folder import RunError, RunFolder, not_written
+from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, Sequence
+from xkfac.experiments.runs.run_data import Materials, PartName, load_materials
+from xkfac.experiments.runs.tasks import Course, Which
+from xkfac.experiments.runs.training import Examples
+from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision
+from xkfac.experiments.tuning.trials import (
+    Choice,
+    GridPoint,
+    Outcome,
+    TrialFolder,
+    TunedJob,
+    grid_of,
+    held,
+    make_folder,
+    ranked,
+    tuned_jobs,
+)
+from xkfac.memory import Memory
+
+Phase = Literal["prepare", "choose", "measure"]
+PHASES: tuple[Phase, ...] = ("prepare", "choose", "measure")
+PAUSE = 0.2  # seconds between looks at what others still work on
+_KEPT = 2  # memories and courses that a process keeps at hand
+
+
+class Refused(RunError):
+    """Data that a phase of tuning must not read."""
+
+
+@dataclass
+class Alone:
+    """A course of which a single task can be reached, and nothing of its test part."""
+
+    course: Course
+    task: int
+
+    def __post_init__(self) -> None:
+        self.tasks, self.given, self.exclude = self.course.tasks, self.course.given, self.course.exclude
+
+    @property
+    def device(self) -> torch.device:
+        """Where data and network are."""
+        return self.course.device
+
+    def network(self) -> nn.Module:
+        """Return the initial network."""
+        return self.course.network()
+
+    def enter(self, model: nn.Module, task: int) -> None:
+        """Have the network answer, and learn, a task."""
+        self.course.enter(model, task)
+
+    def train(self, tasks: range) -> Examples:
+        """Return the training examples of the task."""
+        self._check(tasks)
+        return self.course.train(tasks)
+
+    def fixed(self, task: int, part: Literal["train", "validation"]) -> Examples:
+        """Return the examples of a part of the task."""
+        self._check((task,))
+        return self.course.fixed(task, part)
+
+    def accuracy(self, model: nn.Module, task: int, part: Which) -> float:
+        """Return the percentage of the validation part of the task that the network gets right."""
+        self._check((task,), part)
+        return self.course.accuracy(model, task, part)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the course knows of tasks beside the network."""
+        return self.course.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take what a `state_dict` has."""
+        self.course.load_state_dict(state)
+
+    def _check(self, tasks: Iterable[int], part: str = "") -> None:
+        if list(tasks) != [self.task] or part == "test":
+            names = ", ".join(self.course.tasks[task] for task in tasks)
+            raise Refused(
+                f"what is chosen on task '{self.course.tasks[self.task]}' must not depend on '{names}'"
+                + (" by its test part" if part == "test" else "")
+                + "; this is a fault in xkfac, please report it"
+            )
+
+
+def phase_materials(run: RunFolder, phase: Phase) -> Materials:
+    """Load what a phase may read: training data of the source, or of the targets, or test parts."""
+    recipe = run.recipe
+    tasks: list[str] | None = None
+    parts: tuple[PartName, ...] = ("train", "validation")
+    if phase == "measure":
+        parts = ("test",) if recipe.images is None or recipe.images.measure == "test" else ("validation",)
+    else:
+        tasks = list(recipe.tasks)[:1] if phase == "prepare" else list(recipe.tasks)[1:]
+    place = torch.device(run.facts["place"])
+    return load_materials(recipe, run.facts["data"], place, classes=run.facts.get("classes"), tasks=tasks, parts=parts)
+
+
+@dataclass
+class Tuner:
+    """Works on a phase of the tuning of a run, beside others that do the same."""
+
+    run: RunFolder
+    phase: Phase
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.materials = phase_materials(self.run, self.phase)
+        self.jobs = tuned_jobs(self.run)
+        self._courses: dict[str, Course] = {}
+        self._memories: dict[Path, Memory] = {}
+
+    def work(self) -> None:
+        """Go on until every job is done with the phase, by whomever; jobs that fail here are left aside."""
+        steps: dict[Phase, Callable[[TunedJob], bool]] = {
+            "prepare": self._prepare,
+            "choose": self._choose,
+            "measure": self._measure,
+        }
+        while waiting := [
+            job for job in self.jobs if job.name not in self.failures and not phase_done(job, self.phase)
+        ]:
+            if not any(self._tried(steps[self.phase], job) for job in waiting):
+                time.sleep(PAUSE)
+
+    def _tried(self, step: Callable[[TunedJob], bool], job: TunedJob) -> bool:
+        """Do a step of a job; return whether there was something to do."""
+        try:
+            return step(job)
+        except XkfacError as error:
+            self.failures[job.name] = str(error)
+            return True
+
+    def _prepare(self, job: TunedJob) -> bool:
+        """Make the first stage of a job: the source, learnt with the line's own settings where it is not given."""
+        with held(job.lock) as free:
+            if not free or job.stage(0).choice() is not None:
+                return free
+            course = self._course(job)
+            given = course.given > 0
+            point = GridPoint(job.line.lr, job.line.damping if job.line.penalised else None)
+            trial = job.stage(0).trial(0)
+            outcomes = [] if given else [trial.outcome() or self._learn(job, 0, 0, point, trial)]
+            self._settle(job, 0, outcomes, given=given)
+        return True
+
+    def _choose(self, job: TunedJob) -> bool:
+        """Learn a trial of a job, or choose among those of its task; False while others have to come first."""
+        task = len(job.choices())
+        if job.chosen() or not self._floors_known(job, task):
+            return False
+        with contextlib.ExitStack() as holding:
+            with held(job.lock) as free:
+                if not free or job.stage(task).choice() is not None:
+                    return free
+                points = grid_of(job.line)
+                trials = [job.stage(task).trial(number) for number in range(len(points))]
+                outcomes = [outcome for outcome in (trial.outcome() for trial in trials) if outcome is not None]
+                if len(outcomes) == len(points):
+                    self._settle(job, task, outcomes)
+                    return True
+                number = self._take(trials, holding)
+            if number is None:
+                return False
+            self._learn(job, task, number, points[number], trials[number])
+        return True
+
+    def _take(self, trials: Iterable[TrialFolder], holding: contextlib.ExitStack) -> int | None:
+        """Return the number of a trial to work on, held: the first that has not ended and that nobody works on."""
+        for number, trial in enumerate(trials):
+            if trial.outcome() is None and holding.enter_context(held(trial.path / "lock")):
+                return number
+        return None
+
+    def _floors_known(self, job: TunedJob, task: int) -> bool:
+        """Whether the networks of their own that the losses of a task are balanced by were all chosen."""
+        if not job.line.balance:
+            return True
+        singles = [each for each in self.jobs if each.line.method == SINGLE and each.folder.seed == job.folder.seed]
+        failed = next((each for each in singles if each.name in self.failures), None)
+        if failed is not None:
+            raise RunError(f"its losses are balanced by those of '{failed.name}', which failed")
+        return all(each.chosen() or each.stage(task).choice() is not None for each in singles)
+
+    def _learn(self, job: TunedJob, task: int, number: int, point: GridPoint, trial: TrialFolder) -> Outcome:
+        """Learn a trial, or go on with it, to its end."""
+        sequence, carried = self._sequence(job, task, point, trial)
+        finite = False
+        with contextlib.suppress(NotFiniteError):
+            finite = sequence.learn(sequence.stages[task], carried)
+        progress = sequence.progress
+        validation = sequence.course.accuracy(sequence.model, task, "validation") if finite else None
+        outcome = Outcome(number, point.lr, point.damping, validation, progress.kept, progress.seconds)
+        trial.end(outcome, sequence.model.state_dict() if finite else None)
+        return outcome
+
+    def _sequence(
+        self, job: TunedJob, task: int, point: GridPoint, trial: TrialFolder
+    ) -> tuple[Sequence, dict[str, Tensor]]:
+        """Return a job that is about to learn a task with a setting, from the state that the chosen one before left."""
+        line, folder = point.of(job.line) if task else job.line, trial.job
+        sequence = Sequence(
+            line,
+            folder.seed,
+            Alone(self._course(job), task),
+            folder,
+            self.checkpoint_seconds,
+            floors=self.run.floors(folder.seed) if line.balance and task else {},
+            autocast=autocast_of(self.run),
+        )
+        weights = job.stage(task - 1).weights() if task and line.method != SINGLE else None
+        return sequence, sequence.turn_to(task, weights, self._memory(job, task, sequence.model))
+
+    def _settle(self, job: TunedJob, task: int, outcomes: list[Outcome], *, given: bool = False) -> None:
+        """Choose among the trials of a task and extend the memory; the caller holds the lock of the job.
+
+        A trial whose curvature is not finite has diverged too.
+        """
+        stage, tasks, order = job.stage(task), self._course(job).tasks, ranked(outcomes)
+        job.sweep(task)
+        while order and not self._remember(job, task, order[0]):
+            order = order[1:]
+        if given:
+            self._remember(job, task, None)
+        best, second = (*order, None, None)[:2]
+        lost = len(outcomes) - len(order)
+        job.choose(task, Choice(tasks[task], best, second, len(outcomes), lost, not given and best is None), tasks)
+        for each in outcomes:
+            if each != best and not self.run.facts["tuning"]["scatter"]:
+                stage.trial(each.number).forget_weights()
+
+    def _remember(self, job: TunedJob, task: int, outcome: Outcome | None) -> bool:
+        """Write the memory that follows from a trial, or from the source as given; return whether it is finite."""
+        if task + 1 == job.line.tasks or not job.protected:
+            return True
+        stage, course = job.stage(task), Alone(self._course(job), task)
+        sequence = Sequence(job.line, job.folder.seed, course, job.folder, autocast=autocast_of(self.run))
+        if outcome is not None:
+            sequence.model.load_state_dict(stage.trial(outcome.number).weights())
+        sequence.memory = self._memory(job, task, sequence.model)
+        course.enter(sequence.model, task)
+        try:
+            sequence.remember(sequence.stages[task])
+        except NotFiniteError:
+            return False
+        assert sequence.memory is not None
+        make_folder(stage.path)
+        try:
+            sequence.memory.save(stage.memory)
+        except MemoryFileError as error:
+            raise not_written(stage.memory, error) from None
+        return True
+
+    def _memory(self, job: TunedJob, task: int, model: nn.Module) -> Memory | None:
+        """Return the memory that a task is learnt with, if there is one; the last ones stay at hand."""
+        if task == 0 or not job.protected:
+            return None
+        path = job.stage(task - 1).memory
+        if path not in self._memories:
+            try:
+                loaded = Memory.load(path, model, device=torch.device(self.run.facts["place"]))
+            except MemoryFileError as error:
+                raise RunError(f"{error} — or start the tuning anew in another folder") from None
+            _make_room(self._memories)
+            self._memories[path] = loaded
+        return self._memories[path]
+
+    def _course(self, job: TunedJob) -> Course:
+        """Return what a job learns; a network is made once for all of its trials."""
+        if job.name not in self._courses:
+            _make_room(self._courses)
+            self._courses[job.name] = self.materials.course(job.line, job.folder.seed)
+        return self._courses[job.name]
+
+    def _measure(self, job: TunedJob) -> bool:
+        """Measure a stage of a job on test parts; when all are, end the job."""
+        for task in job.stages():
+            with held(job.stage(task).path / "lock") as free:
+                if free and job.stage(task).measured() is None:
+                    self._measure_stage(job, task)
+                    return True
+        if any(job.stage(task).measured() is None for task in job.stages()):
+            return False
+        with held(job.lock) as free:
+            if free:
+                job.sweep()
+                job.tell(self._course(job).tasks)
+        return free
+
+    def _measure_stage(self, job: TunedJob, task: int) -> None:
+        stage, course, single = job.stage(task), self._course(job), job.line.method == SINGLE
+        model = course.network()
+        found: dict[str, Any] = {"before": None}
+        if task == 0:
+            found["untrained"] = [] if course.given else _accuracies(course, model, range(job.line.tasks))
+        if task >= course.given and not single:
+            model.load_state_dict((job.stage(task - 1).weights() if task else None) or model.state_dict())
+            (found["before"],) = _accuracies(course, model, [task])
+        model.load_state_dict(stage.weights() or model.state_dict())
+        known = [task] if single else range(task + 1)
+        found["accuracy"] = _accuracies(course, model, known)
+        choice = stage.choice()
+        if self.run.facts["tuning"]["scatter"] and task and choice is not None and not single:
+            found["trials"] = dict(self._scattered(job, task, model))
+        stage.note_measured(found)
+        for number in range(choice.trials if choice is not None else 0):
+            if choice is not None and choice.chosen is not None and number != choice.chosen.number:
+                stage.trial(number).forget_weights()
+
+    def _scattered(self, job: TunedJob, task: int, model: nn.Module) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yield the accuracy of every trial on its target, and on average over the tasks so far."""
+        for number in range(len(grid_of(job.line))):
+            trial = job.stage(task).trial(number)
+            if trial.has_weights:
+                model.load_state_dict(trial.weights())
+                row = _accuracies(self._course(job), model, range(task + 1))
+                yield str(number), {"target": row[-1], "average": statistics.fmean(row)}
+
+
+def _make_room(kept: dict[Any, Any]) -> None:
+    """Let go of the oldest of what is kept at hand."""
+    for old in list(kept)[: len(kept) - _KEPT + 1]:
+        del kept[old]
+
+
+def _accuracies(course: Course, model: nn.Module, tasks: Iterable[int]) -> list[float]:
+    return [course.accuracy(model, task, "test") for task in tasks]
+
+
+def phase_done(job: TunedJob, phase: Phase) -> bool:
+    """Whether nothing of a phase is left of a job."""
+    if phase == "prepare":
+        return job.stage(0).choice() is not None
+    return job.chosen() if phase == "choose" else job.folder.result().done
+
+
+def _work(message: dict[str, Any]) -> None:
+    run = RunFolder.open(Path(message["run"]))
+    set_precision(run)
+    tuner = Tuner(run, message["phase"], checkpoint_seconds())
+    tuner.work()
+    if tuner.failures:
+        name, text = next(iter(tuner.failures.items()))
+        raise RunError(f"{len(tuner.failures)} of {len(tuner.jobs)} jobs failed; the first, '{name}': {text}")
+
+
+if __name__ == "__main__":
+    serve(_work)

@@ -1,0 +1,214 @@
+"""Choose hyperparameters without source data, as the paper does (sec:hyp): task by task, on the target alone.
+
+For each task in its order every point of a line's grid is learnt from the state that the chosen one of the task before
+left. The trial with the best accuracy on the validation part of the target is chosen, its memory is extended, and the
+next task begins. What the run folder then holds is a normal run, with the chosen settings from task to task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import selectors
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xkfac.experiments.files import check_path
+from xkfac.experiments.recipes.parsing import load_recipe
+from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
+from xkfac.experiments.runs.folder import RunError, RunFolder, not_written, write_text
+from xkfac.experiments.runs.running import JobsFailed, Worker, checked, place_of
+from xkfac.experiments.tuning.points import Point
+from xkfac.experiments.tuning.status import TuningDisplay, TuningStanding
+from xkfac.experiments.tuning.trials import Choice, grid_of, tuned_jobs
+from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
+
+__all__ = ["Chosen", "TuningDisplay", "TuningStanding", "chosen", "go_on", "tune"]
+
+ShowTuning = Callable[[TuningStanding], None]
+"""Is called about twice a second with how far the tuning is."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen for a task of a job."""
+
+    line: str
+    seed: int
+    task: str
+    choice: Choice
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        best, second = self.choice.chosen, self.choice.runner_up
+        return {
+            **{"line": self.line, "seed": self.seed, "task": self.task},
+            **{key: None if best is None else getattr(best, key) for key in ("lr", "damping", "validation")},
+            "runner_up": None if second is None else asdict(second),
+            "trials": self.choice.trials,
+            "diverged": self.choice.lost,
+            "why": self.choice.why,
+        }
+
+    def cells(self) -> list[str]:
+        """Return the cells of its row in a table."""
+        best, second = self.choice.chosen, self.choice.runner_up
+        values = ("-", "-", "-") if best is None else (f"{best.lr:g}", _number(best.damping), _percent(best.validation))
+        other = "-" if second is None else f"{_percent(second.validation)} ({second.point})"
+        return [self.line, str(self.seed), self.task, *values, other, self.choice.why]
+
+
+def tune(
+    recipe: str | Path | Recipe,
+    folder: str | Path,
+    *,
+    settings: Sequence[str] = (),
+    lines: Sequence[str] = (),
+    jobs: int | None = None,
+    device: str = "auto",
+    data: str | Path | None = None,
+    download: bool = False,
+    scatter: bool = True,
+    show: ShowTuning | None = None,
+) -> list[Chosen]:
+    """Choose the hyperparameters of a recipe's lines in a folder, new or begun, and return what was chosen.
+
+    recipe, settings, lines, jobs, device, data: those of `xkfac.experiments.start`. scatter: keep the weights of every
+    trial until all choices are made, and measure them too. Several processes, also on several machines that share the
+    folder, can work on it at once.
+
+    Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run, and
+    JobsFailed when something failed on the way.
+    """
+    made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
+    made = made.only(lines) if lines else made
+    _check_tunable(made)
+    path = check_path(folder)
+    if (path / "run.json").exists():
+        run = RunFolder.open(path)
+        if "tuning" not in run.facts or run.recipe.to_toml() != made.to_toml():
+            raise RunError(f"'{path}' holds another run, not the tuning of this recipe; choose another folder")
+    else:
+        where = data or os.environ.get("XKFAC_DATA")
+        facts = checked(made, where, place_of(device), download=download, told=show is not None)
+        facts["tuning"] = {"scatter": scatter}
+        run = _created(path, made, facts)
+    return go_on(run, jobs=jobs, show=show)
+
+
+def _check_tunable(recipe: Recipe) -> None:
+    joint = next((name for name, line in recipe.lines.items() if line.method == JOINT), None)
+    if joint is not None:
+        raise RunError(
+            f"line '{joint}' learns all tasks at once, the source included, and cannot be tuned on targets alone; "
+            "leave it out by naming the others with --line"
+        )
+    world = "data" if recipe.images is None else "images"
+    if (recipe.images or recipe.data).validation == 0:
+        raise RunError(f"tuning chooses by accuracy on the validation split and {world}.validation is 0; set it")
+
+
+def _created(path: Path, recipe: Recipe, facts: dict[str, Any]) -> RunFolder:
+    """Make the folder of a run as a whole, or open the one that another process made at the same moment."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())) and not (path / "run.json").exists():
+        RunFolder.create(path, recipe, facts)  # says what is wrong
+    beside = path.parent / f".xkfac-{secrets.token_hex(8)}"
+    RunFolder.create(beside, recipe, facts)
+    try:
+        beside.rename(path)
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        if not (path / "run.json").exists():
+            raise not_written(path, error) from None
+    return RunFolder.open(path)
+
+
+def go_on(run: RunFolder, *, jobs: int | None = None, show: ShowTuning | None = None) -> list[Chosen]:
+    """Go on with the tuning of a run to its end, beside others that do so; the choices are those of an unbroken one."""
+    if jobs is not None and jobs < 1:
+        raise RunError(f"jobs must be at least 1, not {jobs}")
+    if torch.device(run.facts["place"]).type == "cuda" and not torch.cuda.is_available():
+        raise RunError(f"the run '{run.path}' was started on a GPU and there is none here; start it anew on the CPU")
+    every = tuned_jobs(run)
+    with run.locked(shared=True) as lock:
+        for phase in PHASES:
+            errors = _phase(run, phase, jobs, lock, show)
+            if not all(phase_done(job, phase) for job in every):
+                raise JobsFailed(
+                    errors[0] if errors else f"the phase '{phase}' of '{run.path}' did not end; go on with it"
+                )
+        found = chosen(run)
+        write_text(run.path / "choices.json", json.dumps([each.to_dict() for each in found], indent=1) + "\n")
+        run.collect()
+        _write_points(run)
+    return found
+
+
+def _phase(run: RunFolder, phase: Phase, jobs: int | None, lock: int, show: ShowTuning | None) -> list[str]:
+    """Have processes work on a phase until it is done; return what went wrong."""
+    open_jobs = [job for job in tuned_jobs(run) if not phase_done(job, phase)]
+    pieces = sum(len(grid_of(job.line)) if phase == "choose" else 1 for job in open_jobs)
+    count = min(jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads), pieces)
+    errors: list[str] = []
+    with selectors.DefaultSelector() as ready, contextlib.ExitStack() as ending:
+        for _ in range(count):
+            worker = Worker.start(lock, run.recipe.threads, "xkfac.experiments.tuning.tuner")
+            ending.callback(worker.stop)
+            assert worker.process.stdout is not None
+            ready.register(worker.process.stdout, selectors.EVENT_READ, worker)
+            worker.send({"run": str(run.path), "phase": phase})
+        while ready.get_map():
+            for key, _ in ready.select(timeout=0.5):
+                error = key.data.answer()
+                errors += [] if error is None else [error]
+                ready.unregister(key.fileobj)
+            if show is not None:
+                show(TuningStanding.of(run, phase))
+    return errors
+
+
+def chosen(run: RunFolder) -> list[Chosen]:
+    """Return what was chosen so far for each target, line by line, leaving out what was known from the start."""
+    order = {name: position for position, name in enumerate(run.recipe.lines)}
+    jobs = sorted(tuned_jobs(run), key=lambda job: (order[job.folder.line], job.folder.seed))
+    return [
+        Chosen(job.folder.line, job.folder.seed, choice.task, choice) for job in jobs for choice in job.choices()[1:]
+    ]
+
+
+def _write_points(run: RunFolder) -> None:
+    """Write points.json, where trials were measured; the report draws target against average accuracy from it."""
+    if not run.facts["tuning"]["scatter"]:
+        return
+    found = list(_points(run))
+    plain = [{key: None if value != value else value for key, value in asdict(point).items()} for point in found]
+    write_text(run.path / "points.json", json.dumps(plain, indent=1) + "\n")
+
+
+def _points(run: RunFolder) -> Iterator[Point]:
+    for job in tuned_jobs(run):
+        for task, choice in enumerate(job.choices()):
+            measured = job.stage(task).measured() or {}
+            if task == 0 or job.line.method == SINGLE:
+                continue
+            for number, point in enumerate(grid_of(job.line)):
+                row = measured.get("trials", {}).get(str(number), {"target": math.nan, "average": math.nan})
+                best = choice.chosen is not None and number == choice.chosen.number
+                damping = math.nan if point.damping is None else point.damping
+                yield Point(choice.task, job.line.label, job.line.balance, point.lr, damping, **row, chosen=best)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"

@@ -1,0 +1,144 @@
+"""What is checked before a target is learnt: that the network is the memory's, and what its batches show of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xkfac.errors import MismatchError, XkfacError
+from xkfac.memory import Memory, excluded_by
+from xkfac.methods import Method
+from xkfac.model.batches import default_forward, size_of, to_device
+from xkfac.model.merged_weight import BoundUnit
+from xkfac.model.passes import NO_BATCH, count_batches, device_of, unwrap
+from xkfac.model.structure import Pass, check_structure
+from xkfac.model.units import discover
+
+_TOLERANCE = 1e-5  # of a unit's merged weight: what float32 leaves of it on another device, or after re-centring
+
+
+def check_recentring(method: Method, recentre: bool, has_data: bool) -> None:
+    """Raise XkfacError where a method cannot re-centre, or has no data for it."""
+    if recentre and (method.fixed_bn or method.fixed_affine or method.per_parameter):
+        raise XkfacError(
+            f"method '{method.name}' keeps gamma and beta where they are, and re-centring moves them; begin with "
+            "recentre=False"
+        )
+    if recentre and not has_data:
+        raise XkfacError(f"method '{method.name}' re-centres BN on the target: begin needs its loader")
+
+
+class Peeked:
+    """The batches of a loader for one pass, of which the first is known before.
+
+    The loader is iterated once, so that an iterator loses no batch and a loader's workers start a single time.
+
+    Raises XkfacError when the loader is no iterable, or gives no batch.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        if not isinstance(loader, Iterable):
+            raise XkfacError(f"the loader is a {type(loader).__name__}; it must be an iterable of batches")
+        self._loader = loader
+        self._rest = iter(loader)
+        try:
+            self.first = next(self._rest)
+        except StopIteration:
+            raise XkfacError(NO_BATCH) from None
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.first
+        yield from self._rest
+
+    def __len__(self) -> int:
+        count = count_batches(self._loader, None)
+        if count is None:
+            raise TypeError("the loader does not say its length")
+        return count
+
+
+def check_batch(model: nn.Module, memory: Memory, batch: Any) -> None:
+    """Run a network once on a batch of the target and compare what runs with the memory.
+
+    The network is left as it was, bit by bit.
+
+    Raises MismatchError where `finish` would, after all the training: for units, BN partners or convolutions other than
+    those of the memory. Raises XkfacError for outputs that the memory's likelihood does not take.
+    """
+    if not memory.method.penalised or size_of(batch) == 0:
+        return
+    run = memory.forward or default_forward
+
+    def checked(network: nn.Module, given: Any) -> Tensor:
+        output = run(network, given)
+        memory.likelihood.check(output)
+        return output
+
+    coverage, rows = discover(
+        model,
+        to_device(batch, device_of(unwrap(model))),
+        merge=memory.method.merge,
+        per_parameter=memory.method.per_parameter,
+        exclude=excluded_by(memory.method, model, memory.exclude),
+        forward=checked,
+        synchronised=True,
+    )
+    check_structure(memory.coverage, Pass(coverage, size_of(batch), rows))
+
+
+@torch.no_grad()
+def check_at_anchor(bound: Mapping[str, BoundUnit], anchor: Mapping[str, Tensor], tolerance: float | None) -> None:
+    """Compare the merged weights of a network, its BN statistics among them, with the anchor.
+
+    tolerance: how far a unit may be off, relative to its size; by default what rounding explains.
+
+    Raises MismatchError for the first unit that is further off.
+    """
+    for name, one in bound.items():
+        wanted = anchor[name]
+        distance = (one.merged_weight() - wanted).norm()
+        size = wanted.norm() + _cancelled(one)
+        allowed = max(_TOLERANCE, 2 * _resolution(one, wanted)) if tolerance is None else tolerance
+        if not bool(distance <= allowed * size):
+            raise MismatchError(
+                f"the weights or BN statistics of unit '{name}' are {float(distance / size):.1e} (relative) away from "
+                "those that the memory was made from; load the source network's state before begin, take up a task in "
+                "progress with load_state_dict, or accept it with begin(..., tolerance=...)"
+            )
+
+
+def _cancelled(one: BoundUnit) -> Tensor | float:
+    """Return the size of what cancels in beta - gamma mu / sigma, which rounding is relative to."""
+    if one.norm is None or one.unit.kind == "unmerged":
+        return 0.0
+    norm = one.norm
+    scale = (norm.running_var.float() + norm.eps).rsqrt() * (1.0 if norm.weight is None else norm.weight.float())
+    size: Tensor = (scale * norm.running_mean.float()).norm()
+    return size if norm.bias is None else size + norm.bias.float().norm()
+
+
+def _resolution(one: BoundUnit, wanted: Tensor) -> float:
+    """Return the coarsest relative rounding of what a unit's merged weight is made of and compared with."""
+    own = [None if one.unit.weight is None else one.weight, one.bias]
+    norm = [] if one.norm is None else [one.norm.weight, one.norm.bias, one.norm.running_mean]
+    dtypes = {tensor.dtype for tensor in (*own, *norm, wanted) if tensor is not None and tensor.is_floating_point()}
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def check_not_replaced(model: nn.Module, bound: Mapping[str, BoundUnit]) -> None:
+    """Compare the layers of a network with those that a penalty was made for.
+
+    Raises MismatchError for the first unit whose layer or BN is another module's now.
+    """
+    for name, one in bound.items():
+        now = BoundUnit(model, one.unit)
+        same = now.norm is one.norm and now.bias is one.bias
+        if not same or (one.unit.weight is not None and now.weight is not one.weight):
+            raise MismatchError(
+                f"the layer of unit '{name}' was replaced after the Learner was made, so that the new one is not "
+                "protected; make the Learner after all changes to the network, and leave heads that change out of the "
+                f"memory, with memory.without('{name}')"
+            )

@@ -1,0 +1,408 @@
+"""Learn a target task without forgetting: begin, objective, finish, around any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xkfac.errors import XkfacError
+from xkfac.learning.balance import Balance
+from xkfac.learning.begin_checks import Peeked, check_at_anchor, check_batch, check_not_replaced, check_recentring
+from xkfac.learning.extending import Keep, check_keep, extended, with_options
+from xkfac.learning.step_guard import StepGuard
+from xkfac.memory import Memory
+from xkfac.methods import get_method
+from xkfac.model.batches import Forward
+from xkfac.model.hooks import Hook
+from xkfac.model.likelihood import Likelihood
+from xkfac.model.merged_weight import Interpretation, Reading, bind
+from xkfac.model.merged_weight import recentre as recentre_model
+from xkfac.model.passes import Progress, check_loaded, device_of, norms_of, same_random_state, unwrap, widest_dtype
+from xkfac.penalty.bn_readings import Watch
+from xkfac.penalty.bn_taps import Shared
+from xkfac.penalty.fused import FusedPenalty, accumulate
+from xkfac.penalty.implicit import Implicit
+from xkfac.penalty.quadratic import Penalty
+from xkfac.penalty.side_stream import Branch
+from xkfac.penalty.stiffness import stiffness
+
+BN_MOMENTUM = 0.01
+"""How fast BN's running statistics follow a target: their noise changes W~, which no strength of a penalty prevents."""
+
+
+class Learner:
+    """Protects what a network knows, as its memory says, while it learns a target task.
+
+    damping: lambda, added to the curvature as lambda * I on W~. interpretation: how merged weights are read; the
+    method's own unless given. importance: (ls, lt); by default T/(T+1) and 1/(T+1) for a memory of T tasks (eq.
+    imp_hyp). strength: a factor on the penalty alone, by default the scale that `calibrate` measured, or 1 without it.
+    bn_momentum: how fast the running statistics of shared BN follow the target, from `begin` to `finish`; None leaves
+    BN's own momentum. balance: adaptive alpha_s, alpha_t. forward, exclude: how the model takes a batch of the target,
+    and what is left out of its units, where these are not the memory's.
+
+    BN layers carry hooks from here on until `finish` or `close`. Make the learner before the first call of a compiled
+    model, which would not notice hooks that come later, and with the DistributedDataParallel model where there is one,
+    so that its processes re-centre alike.
+
+    Raises MismatchError when the memory is not that of `model`, XkfacError for options that do not go together.
+    """
+
+    # Whether the penalty runs beside the forward pass, see `Branch`; None: on CUDA.
+    _branches: bool | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        memory: Memory,
+        *,
+        damping: float = 1e-4,
+        interpretation: Interpretation | None = None,
+        importance: tuple[float, float] | None = None,
+        strength: float | None = None,
+        bn_momentum: float | None = BN_MOMENTUM,
+        balance: Balance | None = None,
+        forward: Forward | None = None,
+        exclude: Iterable[str] | None = None,
+    ) -> None:
+        if strength is None:
+            strength = 1.0 if memory.calibration is None else memory.calibration.scale
+        if bn_momentum is not None and not 0 < bn_momentum <= 1:
+            raise XkfacError(f"bn_momentum must be above 0 and at most 1, or None for BN's own, not {bn_momentum}")
+        given = importance or (0.0, 0.0)
+        for name, value in (("damping", damping), ("strength", strength), *(("importance", one) for one in given)):
+            if not 0 <= value < float("inf"):
+                raise XkfacError(f"{name} must be a number of at least 0, not {value}")
+        self._wrapped = model
+        self.model = unwrap(model)
+        check_loaded(self.model)
+        device = device_of(self.model)
+        self.memory = with_options(memory.to(device), exclude=exclude, forward=forward)
+        self.method = memory.method
+        if interpretation is not None:
+            self.method = get_method(self.method, interpretation=interpretation)
+            if interpretation != memory.method.interpretation and not self._reads_merged_weights:
+                raise XkfacError(
+                    f"method '{self.method.name}' penalises no merged weights that could be read as "
+                    f"'{interpretation}'; leave interpretation out"
+                )
+        self.importance = importance if importance is not None else self._default_importance()
+        self.strength = strength
+        self.balance = balance
+        if balance is not None:
+            balance.to(device)
+        self.last_penalty = torch.zeros((), device=device)
+        self._bound = bind(self.model, memory.units)
+        read = self.memory.to(dtype=widest_dtype(self.model))
+        self._penalty = Penalty(read.curvature, read.anchor, damping)
+        self._fused = FusedPenalty(self._penalty, self._bound) if self._bound else None
+        self._bn_momentum = bn_momentum if self.method.follows_target else None
+        self._momenta: list[tuple[Any, float | None]] = []
+        self._frozen: list[tuple[nn.Parameter, bool]] = []
+        self._begun = self._closed = False
+        radius = None if memory.calibration is None else memory.calibration.radius
+        self._guard = StepGuard(self.model, self._bound, self._fused, radius, self.stable_lr)
+        branches = device.type == "cuda" if self._branches is None else self._branches
+        branch = self._branch = self._fork() if branches else None
+        self._watch = Watch(self.model, self.method, self._bound, branch)
+        self._forks: Any = None
+        if branch is not None:
+            self._forks = self.model.register_forward_pre_hook(Hook(lambda module, inputs: branch.begin(module)))
+
+    def _fork(self) -> Branch | None:
+        """Return a branch that forks where a forward pass begins, where the method has work for it."""
+        if self._fused is None or not self._fused.branches_off:
+            return None
+        if self._fused.reads_norms and self.method.interpretation != "brn":
+            return None
+        return Branch(self._fused.gather, list(self.model.parameters()), device_of(self.model))
+
+    @property
+    def _reads_merged_weights(self) -> bool:
+        return self.method.penalised and not (self.method.per_parameter or self.method.fixed_bn)
+
+    def _default_importance(self) -> tuple[float, float]:
+        if not self.method.penalised:
+            return 0.0, 1.0
+        tasks = self.memory.tasks
+        return tasks / (tasks + 1), 1 / (tasks + 1)
+
+    def begin(
+        self,
+        loader: Iterable[Any] | None = None,
+        *,
+        recentre: bool | None = None,
+        forward: Forward | None = None,
+        max_batches: int | None = None,
+        progress: Progress = False,
+        tolerance: float | None = None,
+    ) -> None:
+        """Start a target task: re-centre gamma and beta on its statistics (preprocessing), if the method does.
+
+        loader: the target as training will draw it, augmentation included; statistics of other inputs would leave the
+        anchor as soon as training begins. Its first batch also shows whether the network still has the units of the
+        memory. With `recentre=False` no data is needed, and this is left to `finish`. The network must be at the
+        memory's anchor, up to rounding, or a relative `tolerance` for each unit. forward: kept for `finish`.
+
+        Raises MismatchError when the network has other weights, statistics or units, XkfacError when `loader` is
+        missing or the method cannot re-centre.
+        """
+        self._check_open()
+        check_not_replaced(self.model, self._bound)
+        check_at_anchor(self._bound, self.memory.anchor, tolerance)
+        recentre = self.method.recentre if recentre is None else recentre
+        check_recentring(self.method, recentre, loader is not None)
+        self.memory = with_options(self.memory, forward=forward)
+        with same_random_state():
+            if loader is not None:
+                loader = Peeked(loader)
+                check_batch(self._wrapped, self.memory, loader.first)
+                if recentre:
+                    options: dict[str, Any] = {"max_batches": max_batches, "progress": progress}
+                    recentre_model(self._wrapped, loader, forward=self.memory.forward, **options)
+        self._start()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise XkfacError("this learner is closed and its hooks are gone; make a new Learner for the next task")
+
+    def _start(self) -> None:
+        if self._bn_momentum is not None and not self._begun:
+            self._momenta = [(norm, norm.momentum) for norm in norms_of(self.model).values()]
+            for norm, _ in self._momenta:
+                norm.momentum = self._bn_momentum
+        if (self.method.fixed_bn or self.method.fixed_affine) and not self._begun:
+            affine = [p for norm in norms_of(self.model).values() for p in norm.parameters(recurse=False)]
+            self._frozen = [(parameter, parameter.requires_grad) for parameter in affine]
+            for parameter in affine:
+                # An optimizer applies weight decay wherever there is a gradient, be it an old or a zero one.
+                parameter.requires_grad_(False).grad = None
+        self._watch.forget()
+        self._begun = True
+
+    def penalty(self) -> Tensor:
+        """Return L_s, damping included, for the statistics of the latest forward pass; differentiable.
+
+        A BN that did not run in training mode since the last call is read with its population statistics.
+        """
+        return self._penalty_of(None)
+
+    def _penalty_of(self, loss: Tensor | None) -> Tensor:
+        self._guard.stepped = True
+        if self._fused is None:
+            return torch.zeros((), device=device_of(self.model))
+        readings, branch = self._watch.taken(None if torch.compiler.is_compiling() else loss)
+        if not torch.compiler.is_compiling():
+            return self._fused(readings, branch)
+        # A compiler fuses by itself, if it sees the single operations.
+        return self._penalty({name: bound.merged_weight(readings.get(name)) for name, bound in self._bound.items()})
+
+    def objective(self, loss: Tensor, share: float | None = None) -> Tensor:
+        """Return ls * L_s + lt * L_t for the target's loss L_t (eq. cl), each over its alpha where balanced.
+
+        Call it after the forward pass of each step, once; `loss` is the mean over the examples of that pass. Where
+        gradients of several passes add up to one step, call it after each, with `share`, the part of the step that the
+        pass is, such as 1/k: all of the objective is multiplied by it.
+
+        Raises XkfacError before `begin`, for a loss that is no mean over examples, without a forward pass since the
+        last call, with several of them in `loss`, or where one read a BN's statistics with gradients disabled.
+        Raises NotFiniteError some steps after the penalty has ceased to be finite.
+        """
+        self._check_step(loss)
+        penalty = self._penalty_of(loss)
+        self.last_penalty = penalty.detach()
+        if not torch.compiler.is_compiling():
+            self._guard.watch_backward(penalty, share)
+            self._guard.see(penalty)
+        source, target = self._factors(share)
+        if self.balance is None:
+            return torch.add(target * loss, penalty, alpha=source)
+        objective: Tensor = penalty * source + loss * target
+        self._rebalance(loss)
+        return objective
+
+    def backward(self, loss: Tensor, share: float | None = None) -> None:
+        """Do what `objective(loss, share).backward()` does, in fewer operations, for steps that wait for launches.
+
+        The penalty's gradient is added to `.grad` of all parameters at once, after the backward pass of the loss. Hooks
+        on the gradients of parameters do not see it; use `objective` where there are such hooks, or a gradient scaler.
+        """
+        if self._fused is None or self._wrapped is not self.model or torch.compiler.is_compiling():
+            self.objective(loss, share).backward()  # type: ignore[no-untyped-call]
+            return
+        self._check_step(loss)
+        source, target = self._factors(share)
+        readings, branch = self._watch.taken(loss)
+        self._guard.stepped = True
+        penalty, found = self._fused.value_and_gradients(readings, source, branch)
+        own = [pair for pair in found if pair[0].is_leaf]
+        made = [pair for pair in found if not pair[0].is_leaf]
+        waiting = {id(one) for reading in readings.values() for one in _waited_for(reading)}
+        if branch is not None and any(id(tensor) not in waiting for tensor, _ in made):
+            branch.join([penalty, *(gradient for _, gradient in found)])
+        start = target.to(loss.dtype) if isinstance(target, Tensor) else loss.new_full((), target)
+        self._guard.before_backward(share)
+        torch.autograd.backward([loss, *(a for a, _ in made)], [start, *(b for _, b in made)])
+        if branch is not None:
+            branch.join([penalty, *(gradient for _, gradient in own)])
+        accumulate(own)
+        self._guard.after_backward()
+        self.last_penalty = penalty
+        self._guard.see(penalty)
+        if self.balance is not None:
+            self._rebalance(loss)
+
+    def _check_step(self, loss: Tensor) -> None:
+        self._check_open()
+        if not self._begun:
+            raise XkfacError("call begin(target_loader) before the first objective(loss)")
+        self._guard.before_step(loss)
+        self._watch.check()
+
+    @property
+    def over_radius(self) -> float | None:
+        """L_s without damping over the calibration's radius, where the network is now; None without a calibration.
+
+        Above 1 the network is further from the anchor than the calibration has measured.
+        """
+        return self._guard.over_radius
+
+    @property
+    def protected(self) -> list[Tensor]:
+        """The parameters that L_s depends on, which take gradients; all others, such as a new head, are free."""
+        return [] if self._fused is None else [parameter for parameter, _ in self._penalty_gradients()]
+
+    def implicit(self, lr: float, momentum: float = 0.0, *, rank: int = 128) -> Implicit:
+        """Return what makes steps of a learning rate implicit in the penalty, where the network is now.
+
+        Call its `step()` between the backward pass and the optimizer's step; it multiplies the gradients of protected
+        parameters by (I + eta * ls * strength * H)^-1, eta = lr / (1 - momentum), block by block and along at most
+        `rank` directions of a unit's inputs. A strong penalty then leaves the learning rate to the target.
+        """
+        weight = lr / (1 - momentum) * self.importance[0] * self.strength
+        return Implicit(self._penalty.curvature, self._bound.values(), weight, rank)
+
+    def stable_lr(
+        self, momentum: float = 0.0, *, implicit: Implicit | None = None, iterations: int = 16, seed: int = 0
+    ) -> float:
+        """Return the learning rate above which SGD diverges along the penalty's stiffest direction, whatever the loss.
+
+        It is that of the `protected` parameters, 2 (1 + momentum) / (ls * strength * mu), with mu the largest
+        eigenvalue of the Hessian of L_s in them, found by power iteration where the network is now, its BN read with
+        population statistics. The network is left as it is. It is infinite without a penalty. implicit: the steps are
+        those that it makes.
+        """
+        source = self.importance[0] * self.strength
+        if self._fused is None or source == 0:
+            return float("inf")
+        largest = stiffness(lambda: self._penalty_gradients(implicit), iterations, seed)
+        return 2 * (1 + momentum) / (source * largest) if largest > 0 else float("inf")
+
+    def _penalty_gradients(self, implicit: Implicit | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters that L_s depends on, each with the gradient in it under population statistics."""
+        assert self._fused is not None
+        found = [pair for pair in self._fused.value_and_gradients({}, 1.0)[1] if pair[0].is_leaf]
+        if implicit is None:
+            return found
+        parameters = [parameter for parameter, _ in found]
+        return list(zip(parameters, implicit(parameters, [gradient for _, gradient in found]), strict=True))
+
+    def _factors(self, share: float | None = None) -> tuple[Any, Any]:
+        """Return what L_s and L_t are multiplied by: numbers, or tensors where they are balanced."""
+        source, target = self.importance
+        source *= self.strength
+        if share is not None:
+            source, target = source * share, target * share
+        if self.balance is None:
+            return source, target
+        # New tensors are what the backward pass keeps: the update changes the alphas in place before it runs.
+        return source / self.balance.alpha_s, target / self.balance.alpha_t
+
+    def _rebalance(self, loss: Tensor) -> None:
+        source, target = self.importance
+        assert self.balance is not None
+        self.balance.update(self.last_penalty, loss.detach(), (source * self.strength, target))
+
+    def finish(
+        self,
+        loader: Iterable[Any],
+        *,
+        keep: Keep = "average",
+        likelihood: str | Likelihood | None = None,
+        exclude: Iterable[str] | None = None,
+        forward: Forward | None = None,
+        max_batches: int | None = None,
+        accumulation_dtype: torch.dtype | None = None,
+        seed: int = 0,
+        progress: Progress = False,
+        graph: bool = False,
+    ) -> Memory:
+        """End the target task: return the memory extended by it, H <- ls * H + lt * H_t (postprocessing).
+
+        keep: `average` the factors (constant size) or keep `all` terms (exact, growing). Arguments left out are those
+        of the learner, or those the memory was made with. The learner is closed.
+
+        Raises XkfacError where nothing has protected the past, since `objective` was never called.
+        """
+        check_keep(keep)
+        if not self._closed:
+            self._guard.check_learnt()
+        self.close()
+        memory = with_options(self.memory, likelihood=likelihood, exclude=exclude, forward=forward)
+        return extended(
+            memory,
+            self.method,
+            self._wrapped,
+            loader,
+            self.importance,
+            keep,
+            max_batches=max_batches,
+            accumulation_dtype=accumulation_dtype,
+            seed=seed,
+            progress=progress,
+            graph=graph,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint in the middle of a task needs beside the model's and the optimizer's state."""
+        balance = self.balance.state_dict() if self.balance else None
+        return {"begun": self._begun, "balance": balance, "stepped": self._guard.stepped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a task in progress, in place of `begin`; the model's own state is loaded by the user."""
+        self._check_open()
+        if (state["balance"] is None) != (self.balance is None):
+            raise XkfacError("the state is of a learner " + ("without" if self.balance else "with") + " a balance")
+        if self.balance is not None:
+            self.balance.load_state_dict(state["balance"])
+        if state["begun"]:
+            self._start()
+            self._guard.stepped = state.get("stepped", True)  # states of before it was kept do not say
+
+    def close(self) -> None:
+        """Take the hooks off the model, and give BN its momentum and frozen parameters their gradients back."""
+        self._watch.remove()
+        self._guard.remove()
+        if self._forks is not None:
+            self._forks.remove()
+        for parameter, flag in self._frozen:
+            parameter.requires_grad_(flag)
+        for norm, momentum in self._momenta:
+            norm.momentum = momentum
+        self._momenta, self._frozen, self._begun, self._closed = [], [], False, True
+
+    def __enter__(self) -> Learner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _waited_for(reading: Reading) -> tuple[Tensor, Tensor]:
+    """Return the tensors of a reading whose gradients a `Tap` waits for by itself."""
+    return reading.handles if isinstance(reading, Shared) else (reading.mean, reading.var)

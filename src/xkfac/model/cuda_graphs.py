@@ -1,0 +1,68 @@
+"""CUDA graphs: work that repeats on batches of one shape, recorded once and replayed without the cost of launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xkfac.errors import XkfacError
+from xkfac.model.batches import tensors
+
+
+class Replayed:
+    """Calls `function(batch)`, from the second batch of a shape on by replaying the graph of that call.
+
+    What the function changes must be tensors changed in place; it may draw from `generator`, and must not synchronise
+    the device. A batch of another shape, the last one of a pass for example, is an ordinary call.
+    """
+
+    def __init__(self, function: Callable[[Any], None], generator: torch.Generator) -> None:
+        self._function, self._generator = function, generator
+        self._seen: list[tuple[torch.Size, torch.dtype]] | None = None
+        self._batch: Any = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, batch: Any) -> None:
+        """Do the work for a batch of tensors on the device."""
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors(batch)]
+        if self._seen is None:
+            self._seen = shapes
+            self._function(batch)
+        elif shapes != self._seen:
+            self._function(batch)
+        else:
+            if self._graph is None:
+                self._batch = _cloned(batch)
+                self._graph = self._recorded()
+            for static, tensor in zip(tensors(self._batch), tensors(batch), strict=True):
+                static.copy_(tensor)
+            self._graph.replay()
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._generator)
+        try:
+            with torch.cuda.graph(graph):
+                self._function(self._batch)
+        except RuntimeError as error:
+            raise XkfacError(
+                f"the network cannot be recorded as a CUDA graph ({error}); use graph=False, or keep its forward pass "
+                "from synchronising the device"
+            ) from None
+        return graph
+
+
+def _cloned(batch: Any) -> Any:
+    """Return a copy of a batch whose tensors stay where they are from replay to replay."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if isinstance(batch, Mapping):
+        return {key: _cloned(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_cloned, batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map(_cloned, batch))
+    return batch

@@ -1,0 +1,124 @@
+"""Watch a forward pass at the level of torch functions: which linear maps run, and which BN is running."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from xkfac.model.passes import norms_of
+
+_CONVOLUTIONS: dict[Callable[..., Any], int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The geometry of a convolution, each field with one entry a spatial dimension."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+
+
+@dataclass
+class Call:
+    """One call of a linear map in a forward pass."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    convolution: Convolution | None = None
+    groups: int = 1
+
+
+def read_call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    """Return the call of a linear map that a torch function is, or None for any other function."""
+    if function is F.linear:
+        return _linear(*args, **kwargs)
+    if function in _CONVOLUTIONS:
+        return _conv(_CONVOLUTIONS[function], *args, **kwargs)
+    return None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
+    return Call(input, weight, bias)
+
+
+def _conv(
+    rank: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Call:
+    kernel = tuple(weight.shape[2:])
+    dilations = _each(dilation, rank)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
+        pads = tuple((total // 2, total - total // 2) for total in totals)
+    else:
+        pads = tuple((p, p) for p in _each(0 if padding == "valid" else padding, rank))
+    return Call(input, weight, bias, Convolution(kernel, _each(stride, rank), pads, dilations), groups)
+
+
+def _each(value: Any, rank: int) -> tuple[int, ...]:
+    values = (value,) * rank if isinstance(value, int) else tuple(value)
+    return values * rank if len(values) == 1 else values
+
+
+class Trace(TorchFunctionMode, ABC):
+    """Watches the torch functions of a forward pass; `norm` is the path of the BN that is running, if any."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.norm: str | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a torch function through `watch`."""
+        return self.watch(func, args, kwargs or {})
+
+    @abstractmethod
+    def watch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one torch function; a subclass looks at it and may replace its result."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch what runs inside."""
+        with self.hooked(), self:
+            yield
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Be told which BN runs, so that `with trace:` is all that a forward pass needs; the hooks are gone afterwards.
+
+        A pass of many batches sets them once.
+        """
+        handles = []
+
+        def enter(path: str) -> Callable[[nn.Module, Any], None]:
+            return lambda module, inputs: setattr(self, "norm", path)
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            self.norm = None
+
+        try:
+            for path, norm in norms_of(self.model).items():
+                handles.append(norm.register_forward_pre_hook(enter(path)))
+                handles.append(norm.register_forward_hook(leave))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

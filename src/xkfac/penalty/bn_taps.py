@@ -1,0 +1,280 @@
+"""BN that gives the statistics of its mini-batch to the penalty, and takes the penalty's gradient in them along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from xkfac.model.hooks import Hook, replace_forward, runs_its_class
+from xkfac.model.merged_weight import BoundUnit, Interpretation, Reading, _wide, norm_input
+from xkfac.model.renorm import _BatchRenorm
+from xkfac.penalty.side_stream import Branch
+
+Note = Callable[[Reading], None]
+_Hook = Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], Any]
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # whose forward pass is known to be BN and nothing else
+
+
+class Handle(Protocol):
+    """What a tap is taken off with."""
+
+    def remove(self) -> None:
+        """Take it off."""
+
+
+def _learns(norm: Any) -> bool:
+    """Whether a BN takes in a mini-batch of training.
+
+    In a curvature pass it uses the statistics of mini-batches, too, but its running ones stand still: see `set_mode`.
+    """
+    return bool(norm.training and norm.track_running_stats)
+
+
+class Shared(Reading):
+    """A reading with mean and 1 / sqrt(var + eps) [C] as BN itself has worked them out.
+
+    Its `handles` [C], tensors without values, take the gradient of a loss in mean and var to the backward pass of BN.
+    With `sums` they take it in another form. BN gives dh_n = s (g_n - S / M - (h_n - mean) X / (M (var + eps))), with
+    s = gamma / sqrt(var + eps), from the sums S = sum_n g_n and X = sum_n g_n (h_n - mean) of the gradients g_n in its
+    output, and a gradient in mean and var adds to dh_n what a change of these sums would: dS = -dL/dmean / s and
+    dX = -2 (var + eps) dL/dvar / s. Given dS and dX, it costs no pass over the activations.
+    """
+
+    inverse: Tensor
+    handles: tuple[Tensor, Tensor]
+    sums: bool
+
+    def __init__(self, found: Sequence[Tensor], eps: float, population: Tensor | None) -> None:
+        mean, inverse, *handles = found
+        names = ("mean", "inverse", "handles", "sums", "_eps", "population")
+        values = (mean, inverse, tuple(handles), mean.device.type == "cuda", eps, population)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(self, name, value)
+
+    @property
+    def var(self) -> Tensor:
+        """The variance [C] of the mini-batch, with gradient."""
+        return self.inverse.pow(-2) - self._eps  # type: ignore[attr-defined, no-any-return]
+
+
+class Tap:
+    """Reads the statistics of a unit's BN, as `BoundUnit.observe` does, while the BN runs.
+
+    The gradient through the statistics joins the BN's own on the way back, where a second use of the input would cost
+    another pass over it. Where the BN is torch's own, the statistics are those that it works out anyway.
+    """
+
+    def __init__(self, bound: BoundUnit, interpretation: Interpretation, branch: Branch | None = None) -> None:
+        self._bound, self._interpretation, self._branch = bound, interpretation, branch
+        self._through = interpretation in ("bn", "brn") and not isinstance(bound.norm, _BatchRenorm)
+        self._counts: dict[int, Tensor] = {}
+
+    def put_on(self, note: Note) -> Handle:
+        """Have the unit's BN give `note` a reading of every mini-batch that it takes in, in training mode."""
+        norm = self._bound.norm
+        if type(norm) not in _PLAIN or not runs_its_class(norm) or not self._through:
+            return norm.register_forward_pre_hook(Hook(self._hook(note)), with_kwargs=True)  # type: ignore[no-any-return]
+
+        def forward(module: Any, input: Tensor) -> Tensor:
+            if not _learns(module):
+                return type(module).forward(module, input)  # type: ignore[no-any-return]
+            if self._is_normalised_here(module, input):
+                output, reading = self.normalise(module, input)
+                note(reading)
+                return output
+            return type(module).forward(module, self._noted(input, note))  # type: ignore[no-any-return]
+
+        return replace_forward(norm, forward)
+
+    def _hook(self, note: Note) -> _Hook:
+        def read(module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> Any:
+            if not _learns(module):
+                return None
+            input = self._noted(norm_input(inputs, keywords), note)
+            return ((input, *inputs[1:]), keywords) if inputs else (inputs, {**keywords, "input": input})
+
+        return read
+
+    def _noted(self, input: Tensor, note: Note) -> Tensor:
+        """Return what the BN should take in for `input`, after its reading was noted."""
+        if torch.compiler.is_compiling():
+            reading = self._bound.read(input, self._interpretation)
+        else:
+            input, reading = self(input)
+        note(reading)
+        return input
+
+    def __call__(self, input: Tensor) -> tuple[Tensor, Reading]:
+        """Return what the BN should take in for `input` [N, C, ...], of the same values, and the reading."""
+        differentiable = input.requires_grad and torch.is_grad_enabled()
+        if not self._through or not differentiable or torch._C._are_functorch_transforms_active():
+            return input, self._bound.observe(input, self._interpretation, self._population())
+        input, mean, var = _Tapped.apply(input, self)  # type: ignore[no-untyped-call]
+        return input, Reading(mean, var, population=self._population_read())
+
+    def _is_normalised_here(self, module: Any, input: Tensor) -> bool:
+        """Whether `normalise` does what the BN would, in its own precision."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return False
+        if not (input.requires_grad and torch.is_grad_enabled()) or input.dim() < 2 or module.momentum is None:
+            return False
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        own = [one.dtype for one in (module.weight, module.bias, module.running_mean) if one is not None]
+        narrow = input.dtype in (torch.bfloat16, torch.float16) and input.device.type == "cuda"
+        return all(one == wide for one in own) and (narrow or input.dtype == wide) and input.numel() > input.shape[1]
+
+    def normalise(self, module: Any, input: Tensor) -> tuple[Tensor, Reading]:
+        """Return the output of a BN in training mode for `input` [N, C, ...], and the reading."""
+        module._check_input_dim(input)
+        population = self._population_read()
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+        output, *found = _Normalised.apply(input, module.weight, module.bias, module, self)  # type: ignore[no-untyped-call]
+        return output, Shared(found, module.eps, population)
+
+    def _population(self) -> Tensor | None:
+        return None if self._branch is None else self._branch.population(self._bound.unit.name)
+
+    def _population_read(self) -> Tensor | None:
+        """Return a copy of the population's statistics [2, C], where the interpretation reads them."""
+        if self._interpretation != "brn":
+            return None
+        population, norm = self._population(), self._bound.norm
+        if population is not None:
+            return population
+        # A copy, since the forward pass is about to change the buffers in place.
+        return torch.stack([_wide(norm.running_mean), _wide(norm.running_var)])
+
+    def wait(self) -> None:
+        """Have the current stream wait for gradients that a branch gives."""
+        if self._branch is not None:
+            self._branch.wait_for_statistics()
+
+    def count(self, number: int, device: torch.device) -> Tensor:
+        """Return how many values a channel has, as BN's kernels take it."""
+        found = self._counts.get(number)
+        if found is None:
+            found = torch.full((1,), number, dtype=torch.int32, device=device)
+            # What is made while a graph is captured has its value in replays of that graph alone.
+            if not torch.cuda.is_current_stream_capturing():
+                self._counts[number] = found
+        return found
+
+
+class _Normalised(torch.autograd.Function):
+    """BN in training mode: h -> y, and mean, 1 / sqrt(var + eps) and the handles of `Shared`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Any, tap: Tap
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        # As `torch.batch_norm` chooses between its own two kernels and cuDNN's one, which takes less time.
+        given = input, weight, bias, norm.running_mean, norm.running_var
+        output, mean, inverse, *_ = torch._batch_norm_impl_index(
+            *given, True, norm.momentum, norm.eps, torch.backends.cudnn.enabled
+        )
+        ctx.save_for_backward(input, weight, mean, inverse)
+        ctx.tap, ctx.eps = tap, norm.eps
+        ctx.set_materialize_grads(False)
+        return output, mean, inverse, torch.empty_like(mean), torch.empty_like(mean)
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: Tensor | None, to_mean: Tensor | None, to_inverse: Tensor | None, *given: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        input, weight, mean, inverse = ctx.saved_tensors
+        ctx.tap.wait()
+        found: tuple[Tensor | None, ...] = (None, None, None)
+        if gradient is not None and input.device.type == "cuda" and not torch.is_grad_enabled():
+            found, given = _by_sums(ctx, gradient, given), (None, None)
+        elif gradient is not None:
+            known = mean.detach(), inverse.detach()  # the derivative of this function takes them for functions of h
+            found = torch.ops.aten.native_batch_norm_backward(
+                gradient, input, weight, None, None, *known, True, ctx.eps, ctx.needs_input_grad[:3]
+            )
+        if input.device.type == "cuda":
+            given = _from_sums(given, inverse, weight)
+        to_mean, to_var = _total(to_mean, given[0]), given[1]
+        if to_inverse is not None:
+            to_var = _total(to_var, to_inverse * inverse.pow(3) * -0.5)
+        own, *affine = found
+        if to_mean is not None or to_var is not None:
+            own = _plus(own, input, mean, to_mean, to_var)
+        wanted = ctx.needs_input_grad[1:3]
+        return own, *(one if wants else None for one, wants in zip(affine, wanted, strict=True)), None, None
+
+
+def _from_sums(changes: Sequence[Tensor | None], inverse: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return dL/dmean = -s dS and dL/dvar = -s dX / (2 (var + eps)), where dS and dX are given."""
+    factors = (-1.0, 0), (-0.5, 2)
+    found = [
+        None if change is None else factor * change * inverse.pow(1 + power)
+        for change, (factor, power) in zip(changes, factors, strict=True)
+    ]
+    return tuple(one if one is None or weight is None else one * weight for one in found)
+
+
+def _by_sums(
+    ctx: Any, gradient: Tensor, changes: Sequence[Tensor | None]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients in h, gamma and beta, the sums S and X changed by dS and dX, if given."""
+    input, weight, mean, inverse = ctx.saved_tensors
+    if gradient.stride() != input.stride():
+        gradient = torch.empty_like(input).copy_(gradient)
+    needs = ctx.needs_input_grad
+    *sums, to_weight, to_bias = torch.batch_norm_backward_reduce(
+        gradient, input, mean, inverse, weight, True, needs[1], needs[2]
+    )
+    pairs = [(own, change) for own, change in zip(sums, changes, strict=True) if change is not None]
+    if pairs:
+        torch._foreach_add_([own for own, _ in pairs], [change for _, change in pairs])
+    count = ctx.tap.count(input.numel() // input.shape[1], input.device)
+    own = torch.batch_norm_backward_elemt(gradient, input, mean, inverse, weight, sums[0], sums[1], count)
+    return own, to_weight, to_bias
+
+
+def _total(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return second if first is None else first if second is None else first + second
+
+
+class _Tapped(torch.autograd.Function):
+    """h [N, C, ...] -> h, and its mean and variance [C]."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, tap: Tap) -> tuple[Tensor, Tensor, Tensor]:
+        if input.device.type in ("cpu", "cuda"):
+            # BN's own kernel, which reads activations several times as fast as `var_mean`.
+            mean, var = torch.batch_norm_update_stats(_wide(input), None, None, 0.0)
+        else:
+            var, mean = torch.var_mean(_wide(input), [axis for axis in range(input.dim()) if axis != 1], correction=0)
+        ctx.save_for_backward(input, mean)
+        ctx.tap = tap
+        ctx.set_materialize_grads(False)
+        return input.view_as(input), mean, var
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: Tensor | None, to_mean: Tensor | None, to_var: Tensor | None
+    ) -> tuple[Tensor | None, None]:
+        """Return g_n + (dmu + 2 dvar (h_n - mu)) / M for M values a channel."""
+        if to_mean is None and to_var is None:
+            return gradient, None
+        input, mean = ctx.saved_tensors
+        ctx.tap.wait()
+        return _plus(gradient, input, mean, to_mean, to_var), None
+
+
+def _plus(
+    gradient: Tensor | None, input: Tensor, mean: Tensor, to_mean: Tensor | None, to_var: Tensor | None
+) -> Tensor:
+    """Return g_n + (dmu + 2 dvar (h_n - mu)) / M for M values a channel, [N, C, ...]."""
+    count, shape = input.numel() // input.shape[1], (-1, *[1] * (input.dim() - 2))
+    to_mean = torch.zeros_like(mean) if to_mean is None else to_mean
+    to_var = torch.zeros_like(mean) if to_var is None else to_var
+    constant = torch.addcmul(to_mean, to_var, mean, value=-2)
+    through = torch.addcmul(constant.view(shape), _wide(input), to_var.view(shape), value=2)
+    total = through / count if gradient is None else torch.add(gradient, through, alpha=1 / count)
+    return total.to(input.dtype)

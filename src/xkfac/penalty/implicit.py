@@ -1,0 +1,262 @@
+"""Steps that take the stiff part of the penalty implicitly, so that a strong penalty does not slow learning down.
+
+SGD bears a learning rate eta only up to 2 (1 + momentum) / (ls * mu) for the largest eigenvalue mu of the penalty's
+Hessian, a limit that a handful of directions set for all. An implicit step along the penalty is one along
+(I + eta ls H)^-1 times the gradient: it leaves directions alone in which the penalty is flat, shortens those in which
+it is stiff, and ends where the other would, since the matrix is positive definite.
+
+H is taken block by block, where the parameters are. With W~ = [s w, beta + s (b - mu)] and the unit's block
+sum_k A_k (x) H_k, that of w is sum_k A_k (x) (S H_k S); it is diagonalised in the leading eigenvectors of its input
+factors and all of its gradient factors, beyond which it counts as flat. Those of gamma, beta and b are C x C matrices.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xkfac.curvature.blocks import Block, Diagonal, Kronecker, Term, symmetrised
+from xkfac.curvature.operator import Curvature
+from xkfac.model.merged_weight import BoundUnit
+from xkfac.penalty.layout import Member
+
+_SWEEPS = 6  # of subspace iteration: leading eigenvectors need few, and for the last ones little depends on it
+
+
+class Implicit:
+    """Turns gradients of parameters that a penalty protects into those of steps that are implicit in the penalty.
+
+    weight: eta * ls * strength, what the curvature is multiplied by. rank: how many directions of a unit's inputs are
+    looked at. Units of other kinds than layers with Kronecker or diagonal blocks are left as they are.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, curvature: Curvature, bound: Iterable[BoundUnit], weight: float, rank: int, seed: int = 0
+    ) -> None:
+        found: list[tuple[Tensor, _Part]] = []
+        generator = torch.Generator("cpu").manual_seed(seed)
+        for one in bound:
+            block = curvature.block(one.unit.name)
+            if block is not None and one.unit.kind in ("linear", "conv"):
+                found += _parts_of(one, block, weight, rank, generator)
+        alike: dict[tuple[Any, ...], list[tuple[Tensor, _Part]]] = {}
+        for parameter, part in found:
+            alike.setdefault((type(part), parameter.shape, parameter.stride(), part.shape), []).append(
+                (parameter, part)
+            )
+        self._groups = [
+            ([parameter for parameter, _ in pairs], type(pairs[0][1]).stacked([part for _, part in pairs]))
+            for pairs in alike.values()
+        ]
+
+    @torch.no_grad()
+    def __call__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of parameters as implicit steps have them, those of others as they are."""
+        of = {id(parameter): gradient for parameter, gradient in zip(parameters, gradients, strict=True)}
+        for members, part in self._groups:
+            if any(id(member) in of for member in members):
+                given = [of[id(member)] if id(member) in of else torch.zeros_like(member) for member in members]
+                for member, changed in zip(members, part(given), strict=True):
+                    if id(member) in of:
+                        of[id(member)] = changed
+        return [of[id(parameter)] for parameter in parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Change `.grad` of the parameters, after a backward pass and before the optimizer's step."""
+        known = [parameter for parameter in self.parameters if parameter.grad is not None]
+        before = [parameter.grad for parameter in known if parameter.grad is not None]
+        torch._foreach_copy_(before, self(known, before))
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters whose gradients are changed."""
+        return [parameter for members, _ in self._groups for parameter in members]
+
+
+class _Part(ABC):
+    """A symmetric matrix on the gradient of one parameter, or on those of several that are alike."""
+
+    shape: tuple[int, ...]
+
+    @classmethod
+    @abstractmethod
+    def stacked(cls, parts: Sequence[Any]) -> _Part:
+        """Return one part for several of one shape."""
+
+    @abstractmethod
+    def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the products with gradients, in their shapes."""
+
+
+class _Scaled(_Part):
+    """A diagonal matrix, `values` [n, ...]."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.shape = values, values.shape[1:]
+
+    @classmethod
+    def stacked(cls, parts: Sequence[_Scaled]) -> _Scaled:
+        return cls(torch.cat([part.values for part in parts]))
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        return (torch.stack(list(gradients)) * self.values).unbind()
+
+
+class _Mixed(_Part):
+    """Matrices [n, C, C] on vectors, `groups` of them on each one."""
+
+    def __init__(self, matrices: Tensor, groups: int) -> None:
+        self.matrices, self.groups, self.shape = matrices, groups, (groups, *matrices.shape[1:])
+
+    @classmethod
+    def inverse(cls, curvature: Tensor, weight: float) -> _Mixed:
+        """Return (I + weight * curvature)^-1, [groups, C, C]."""
+        unit = torch.eye(curvature.shape[1], dtype=torch.float64, device=curvature.device)
+        inverse = symmetrised(torch.linalg.inv(unit + weight * symmetrised(curvature.double())))
+        return cls(inverse.to(curvature.dtype), len(curvature))
+
+    @classmethod
+    def stacked(cls, parts: Sequence[_Mixed]) -> _Mixed:
+        return cls(torch.cat([part.matrices for part in parts]), parts[0].groups)
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        flat = torch.cat(list(gradients)).to(self.matrices.dtype).view(len(self.matrices), -1, 1)
+        return torch.bmm(self.matrices, flat).view(len(gradients), -1).unbind()
+
+
+class _Turned(_Part):
+    """(I + c H)^-1 on weights, G -> G + U_H (m * (U_H^T G U_A)) U_A^T, with m = 1 / (1 + c s) - 1 [n, C, r].
+
+    The columns of G are in the order of `member`, in which weights lie in memory.
+    """
+
+    def __init__(self, member: Member, left: Tensor, right: Tensor, change: Tensor) -> None:
+        self.member, self.left, self.right, self.change = member, left, right, change
+        self.shape = (*left.shape, *right.shape)
+
+    @classmethod
+    def inverse(
+        cls, one: BoundUnit, terms: Sequence[tuple[Term, Tensor]], weight: float, rank: int, generator: torch.Generator
+    ) -> _Turned:
+        """Return that of sum_k A_k (x) H_k on a unit's weight, given with the H_k of the weight."""
+        columns = one.weight[0].numel()
+        traces = [(_diagonal(term, columns).sum(1), _trace(right)) for term, right in terms]
+        shares = [(term, share) for (term, _), (_, share) in zip(terms, traces, strict=True)]
+        left = _leading(shares, columns, rank, generator)
+        whole = [share[:, None, None] * right for (_, right), (share, _) in zip(terms, traces, strict=True)]
+        right = torch.linalg.eigh(symmetrised(torch.stack(whole).sum(0).double()))[1].to(left.dtype)
+        scales = [
+            torch.einsum("gci,gcd,gdi->gi", right, of, right)[:, :, None] * _squares(term, left)[:, None, :]
+            for term, of in terms
+        ]
+        change = 1 / (1 + weight * torch.stack(scales).sum(0).clamp(min=0)) - 1
+        member = Member(one)
+        if member.order is not None:
+            left = left.index_select(1, member.order[:columns].to(left.device))
+        return cls(member, left, right, change)
+
+    @classmethod
+    def stacked(cls, parts: Sequence[_Turned]) -> _Turned:
+        whole = [torch.cat([getattr(part, name) for part in parts]) for name in ("left", "right", "change")]
+        return cls(parts[0].member, *whole)
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        flat = torch.cat([self.member.flat(gradient) for gradient in gradients])
+        flat = flat.to(self.left.dtype).view(len(self.left), -1, self.left.shape[1])
+        inner = torch.bmm(self.right.mT, torch.bmm(flat, self.left)).mul_(self.change)
+        changed = torch.baddbmm(flat, torch.bmm(self.right, inner), self.left.mT)
+        parts = changed.view(-1, self.left.shape[1]).chunk(len(gradients))
+        return [self.member.unflat(part).view(one.shape) for part, one in zip(parts, gradients, strict=True)]
+
+
+def _parts_of(
+    one: BoundUnit, block: Block, weight: float, rank: int, generator: torch.Generator
+) -> list[tuple[Tensor, _Part]]:
+    """Return the parameters of a unit, each with the inverse of its block of I + weight * H."""
+    groups, rows, columns = one.unit.shape
+    scale, inverse, offset = _affine(one)
+    # dW~ / dgamma of each channel, homogeneous coordinate included.
+    along = torch.cat([one.weight.flatten(1) * inverse[:, None], (offset * inverse)[:, None]], 1)
+    affine = one.norm is not None and one.norm.weight is not None
+    if isinstance(block, Diagonal):
+        values = block.values.reshape(groups * rows, columns)
+        inner = one.weight[0].numel()
+        of = [(one.weight, values[:, :inner] * scale.square()[:, None])]
+        of += [] if one.bias is None else [(one.bias, values[:, -1] * scale.square())]
+        of += [(one.norm.bias, values[:, -1]), (one.norm.weight, (values * along.square()).sum(1))] if affine else []
+        return [(parameter, _Scaled(1 / (1 + weight * own.reshape(1, *parameter.shape)))) for parameter, own in of]
+    if not isinstance(block, Kronecker):
+        return []
+    by_group = scale.view(groups, rows, 1)
+    terms = [(term, by_group * term.right * by_group.mT) for term in block.terms]
+    found: list[tuple[Tensor, _Part]] = [(one.weight, _Turned.inverse(one, terms, weight, rank, generator))]
+    if not one.unit.homogeneous:
+        return found
+    last = [_diagonal(term, columns)[:, -1, None, None] for term in block.terms]
+    if one.bias is not None:
+        total = torch.stack([a * right for a, (_, right) in zip(last, terms, strict=True)]).sum(0)
+        found.append((one.bias, _Mixed.inverse(total, weight)))
+    if affine:
+        total = torch.stack([a * term.right for a, term in zip(last, block.terms, strict=True)]).sum(0)
+        found.append((one.norm.bias, _Mixed.inverse(total, weight)))
+        rows_of = along.view(groups, rows, columns).to(total.dtype)
+        squares = torch.stack([t.right * torch.bmm(rows_of, _times(t, rows_of.mT)) for t in block.terms]).sum(0)
+        found.append((one.norm.weight, _Mixed.inverse(squares, weight)))
+    return found
+
+
+def _affine(one: BoundUnit) -> tuple[Tensor, Tensor, Tensor]:
+    """Return s, 1 / sigma and b - mu [C] of a unit under population statistics; 1, 1 and 0 where it has no BN."""
+    if one.norm is None:
+        ones = torch.ones_like(one.weight.flatten(1)[:, 0])
+        return ones, ones, torch.zeros_like(ones)
+    inverse = (one.norm.running_var + one.norm.eps).rsqrt()
+    offset = (0 if one.bias is None else one.bias) - one.norm.running_mean
+    return inverse if one.norm.weight is None else inverse * one.norm.weight, inverse, offset
+
+
+def _diagonal(term: Term, columns: int) -> Tensor:
+    """Return the diagonal [groups, columns] of the first columns of A."""
+    if term.low_rank:
+        return term.left[:, :, :columns].square().sum(1)
+    return term.left.diagonal(dim1=1, dim2=2)[:, :columns]
+
+
+def _trace(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=1, dim2=2).sum(1)
+
+
+def _times(term: Term, vectors: Tensor) -> Tensor:
+    """Return A V for V [groups, D, r], or the leading part of A where V has fewer rows."""
+    columns = vectors.shape[1]
+    left = term.left[:, :, :columns]
+    return torch.bmm(left.mT, torch.bmm(left, vectors)) if term.low_rank else torch.bmm(left[:, :columns], vectors)
+
+
+def _squares(term: Term, vectors: Tensor) -> Tensor:
+    """Return v^T A v [groups, r] for the columns v of V [groups, D, r], or that of the leading part of A."""
+    return (vectors * _times(term, vectors)).sum(1)
+
+
+def _leading(terms: Sequence[tuple[Term, Tensor]], columns: int, rank: int, generator: torch.Generator) -> Tensor:
+    """Return leading eigenvectors [groups, columns, r] of sum_k share_k A_k, by subspace iteration."""
+    like = terms[0][0].right
+    rank = min(rank, columns)
+    start = torch.randn(len(like), columns, rank, generator=generator, dtype=torch.float64)
+    vectors: Tensor = torch.linalg.qr(start.to(like))[0]
+    shares = torch.stack([share for _, share in terms]).clamp(min=0)
+    shares = shares / shares.sum(0).clamp(min=torch.finfo(like.dtype).tiny)
+    for sweep in range(_SWEEPS if rank < columns else 1):
+        image = torch.stack([s[:, None, None] * _times(t, vectors) for s, (t, _) in zip(shares, terms, strict=True)])
+        image = image.sum(0)
+        if sweep == _SWEEPS - 1 or rank == columns:  # within the subspace, its own eigenvectors
+            turn: Tensor = torch.linalg.eigh(symmetrised(torch.bmm(vectors.mT, image).double()))[1]
+            return torch.bmm(vectors, turn.to(vectors))
+        vectors = torch.linalg.qr(image)[0]
+    return vectors

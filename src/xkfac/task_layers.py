@@ -1,0 +1,173 @@
+"""Layers that a task has of its own, as it has a head: for tasks that are told apart when the network is used.
+
+Where it is known which task an input belongs to, or can be told (`xkfac.telling`), its BN need not be shared. The
+layers' weights alone are common then, and protected; gamma, beta and the statistics of every BN are kept with a task's
+head, and are free for the next one. Other layers can go the same way, at the cost of a copy a task, with BN or without.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import glob
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xkfac.errors import MismatchError, XkfacError
+from xkfac.model.passes import norms_of, unwrap
+
+
+class TaskLayer(nn.Module):
+    """One layer a task, copies of a given one at first, of which that of the `active` task is used.
+
+    All are there from the start, so that the structure of a state dict never changes.
+    """
+
+    def __init__(self, layer: nn.Module, tasks: Iterable[str]) -> None:
+        super().__init__()
+        self.of = nn.ModuleDict({task: copy.deepcopy(layer) for task in tasks})
+        if not self.of:
+            raise XkfacError("a TaskLayer needs the name of at least one task")
+        self.active = next(iter(self.of))
+
+    def enter(self, task: str) -> None:
+        """Use the layer of a task; it learns, all others stand still.
+
+        Raises XkfacError for a task that it has no layer for.
+        """
+        self.check(task)
+        self.of.requires_grad_(False)
+        self.of[task].requires_grad_(True)
+        for parameter in self.of.parameters():
+            # An optimizer applies weight decay and momentum wherever there is a gradient, be it an old one.
+            parameter.grad = parameter.grad if parameter.requires_grad else None
+        self.active = task
+
+    def check(self, task: str) -> None:
+        """Raise XkfacError for a task that it has no layer for."""
+        if task not in self.of:
+            raise XkfacError(f"there is no layer for task '{task}'; name one of {', '.join(self.of)}")
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Return what the layer of the active task makes of its inputs."""
+        return self.of[self.active](*inputs, **keywords)
+
+
+def task_layers_of(model: nn.Module) -> dict[str, TaskLayer]:
+    """Return the `TaskLayer` modules of a model by their path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, TaskLayer)}
+
+
+def own_patterns(model: nn.Module, *, norms: bool) -> tuple[str, ...]:
+    """Return patterns of what tasks have of their own in a model, every `TaskLayer` and its `norms`, for `exclude`."""
+    return tuple(glob.escape(path) for path in (*(norms_of(model) if norms else ()), *task_layers_of(model)))
+
+
+def give_task_norms(model: nn.Module, tasks: Iterable[str]) -> None:
+    """Put a `TaskLayer` for these tasks in the place of every BN of a model that is in none yet."""
+    shared = _shared(model)
+    _give(model, [path for path in norms_of(model) if path in shared], tasks)
+
+
+def give_task_layers(model: nn.Module, tasks: Iterable[str], layers: Iterable[str]) -> None:
+    """Put a `TaskLayer` for these tasks in the place of layers of a model, named by paths or patterns of them.
+
+    A layer goes with all that is inside it. Raises XkfacError, before anything is changed, for a pattern that no layer
+    with parameters has that is shared yet.
+    """
+    modules = [path for path, module in _shared(model).items() if path and any(True for _ in module.parameters())]
+    chosen: set[str] = set()
+    for pattern in layers:
+        hits = {path for path in modules if fnmatch.fnmatchcase(path, pattern)}
+        if not hits:
+            first = ", ".join(path for path in modules if "." not in path)
+            raise XkfacError(f"no shared layer with parameters matches '{pattern}'; those on top are {first}")
+        chosen |= hits
+    outer = [path for path in modules if path in chosen and not any(path.startswith(f"{other}.") for other in chosen)]
+    _give(model, outer, tasks)
+
+
+def _shared(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by their path, but for every `TaskLayer` and what is inside."""
+    own = tuple(task_layers_of(model))
+    inside = tuple(f"{path}." for path in own)
+    return {p: module for p, module in model.named_modules() if p not in own and not p.startswith(inside)}
+
+
+def _give(model: nn.Module, paths: Iterable[str], tasks: Iterable[str]) -> None:
+    names = list(tasks)
+    made = {path: TaskLayer(model.get_submodule(path), names) for path in paths}
+    for path, layer in made.items():
+        model.set_submodule(path, layer)
+
+
+def enter_task(model: nn.Module, task: str) -> None:
+    """Use the layers of a task in every `TaskLayer` of a model; they learn, those of other tasks stand still.
+
+    Raises XkfacError for a task that there are no layers for.
+    """
+    for layer in task_layers_of(model).values():
+        layer.enter(task)
+
+
+@contextmanager
+def using_task(model: nn.Module, task: str) -> Iterator[None]:
+    """Use the layers of a task in every `TaskLayer` of a model for a while, to measure it; what learns stays as it is.
+
+    Raises XkfacError for a task that there are no layers for.
+    """
+    layers = task_layers_of(model).values()
+    for layer in layers:
+        layer.check(task)
+    before = [layer.active for layer in layers]
+    for layer in layers:
+        layer.active = task
+    try:
+        yield
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer.active = active
+
+
+def norm_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of gamma, beta and the statistics of every BN of a model, to be kept with a task's head."""
+    return {
+        f"{path}.{name}": tensor.detach().clone()
+        for path, norm in norms_of(unwrap(model)).items()
+        for name, tensor in norm.state_dict().items()
+    }
+
+
+@torch.no_grad()
+def load_norm_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put a `norm_state` back in, in place.
+
+    Raises MismatchError, before anything is changed, when it is of another network.
+    """
+    own = {
+        f"{path}.{name}": tensor
+        for path, norm in norms_of(unwrap(model)).items()
+        for name, tensor in norm.state_dict(keep_vars=True).items()
+    }
+    for name in own.keys() | state.keys():
+        if name not in own or name not in state or own[name].shape != state[name].shape:
+            raise MismatchError(
+                f"'{name}' of a BN is not alike in the network and in the norm state; load the state of this network"
+            )
+    for name, tensor in own.items():
+        tensor.copy_(state[name])
+
+
+@contextmanager
+def with_norm_state(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Use the BN layers of another task for a while, to measure it."""
+    before = norm_state(model)
+    load_norm_state(model, state)
+    try:
+        yield
+    finally:
+        load_norm_state(model, before)
