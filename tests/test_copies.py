@@ -50,7 +50,7 @@ def test_a_copy_that_runs_between_changes_no_bit_of_a_step(interpretation, bn, b
 
 
 def test_a_copy_in_training_is_a_plain_network():
-    model, _ = started()
+    model, _ = started(bn_momentum=None)
     plain = mlp()
     plain.load_state_dict(model.state_dict())
     twin = copy.deepcopy(model)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import xkfac
+from xkfac.model.likelihood import get_likelihood
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
 ROWS = re.findall(r"^\| `([^`]*F\.[^`]*)` \| `likelihood=([^`]*)` \|", GUIDE.read_text(), re.MULTILINE)
@@ -56,7 +57,7 @@ def test_the_likelihood_beside_a_loss_has_its_curvature(loss, likelihood, kind):
     output = torch.randn(LOGITS[kind], dtype=torch.float64)
     y = labels_for(loss, output)
     made = eval(likelihood, {"xkfac": xkfac, "K": output[0].numel()})
-    made = xkfac.likelihood.get_likelihood(made)
+    made = get_likelihood(made)
     wanted = hessian(loss, output, y)
     if "nll_loss" in loss:
         # Log-probabilities: in these the loss is linear, so the logits that they are made of are compared.

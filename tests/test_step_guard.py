@@ -197,7 +197,9 @@ def test_shares_of_a_step_add_up_to_one_penalty(way):
 def test_gradients_that_add_up_without_a_share_are_told_once(way):
     *_, caught = accumulated(way, None, target(count=4))
     (warning,) = caught
-    assert "objective(loss, share=1/k) for each, its loss not divided by k" in str(warning.message)
+    assert "call objective(loss, share=1/k) for each of k batches per optimizer step, with the loss not divided" in str(
+        warning.message
+    )
     *_, caught = accumulated(way, 1.0, target(count=4))
     assert not caught
 

@@ -74,8 +74,9 @@ class Accumulation:
         if gradient is not None and left is not None and left[0]() is gradient and left[1] == gradient._version:
             self.remove()
             warnings.warn(
-                "gradients of several objectives add up, and each has all of the penalty in it; with k batches per "
-                "optimizer step call objective(loss, share=1/k) for each, its loss not divided by k",
+                "gradients of several objectives add up, and each objective has all of the penalty in it, also where "
+                "its loss was divided by their number; call objective(loss, share=1/k) for each of k batches per "
+                "optimizer step, with the loss not divided",
                 XkfacWarning,
                 stacklevel=2,
             )
