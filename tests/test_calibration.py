@@ -18,6 +18,8 @@ from xkfac.calibration import Calibration, CurvePoint, radius_of, scale_of
 from xkfac.curvature.operator import Curvature
 from xkfac.errors import MemoryFileError, MismatchError, XkfacError
 from xkfac.learning.calibrator import _path, _ProxyTask, _Source, _Way
+from xkfac.model.batches import default_forward
+from xkfac.model.merged_weight import bind
 
 CALIBRATION = Calibration(20.0, 0.03, (CurvePoint(0.01, 0.15), CurvePoint(0.03, 0.7)), 256)
 
@@ -78,7 +80,7 @@ def test_real_is_the_divergence_of_what_the_network_said_before():
     model = randomise(Everything()).eval()
     batches = data(8, 50, (2, 9, 9))
     memory = consolidate(model, batches[:2], draws=1)
-    source = _Source(model, memory, xkfac.batches.default_forward, batches, seed=0)
+    source = _Source(model, memory, default_forward, batches, seed=0)
     moved = copy.deepcopy(model)
     move(moved)
     with torch.no_grad():
@@ -88,7 +90,7 @@ def test_real_is_the_divergence_of_what_the_network_said_before():
     point = source.point(moved)
     assert divergence > 1e-3
     assert point.real == pytest.approx(divergence, rel=1e-4)
-    displacement = {n: b.merged_weight() - memory.anchor[n] for n, b in xkfac.merging.bind(moved, memory.units).items()}
+    displacement = {n: b.merged_weight() - memory.anchor[n] for n, b in bind(moved, memory.units).items()}
     assert point.predicted == pytest.approx(memory.curvature.quadratic(displacement).item(), rel=1e-4)
     assert source.point(model).real == 0
 
@@ -96,7 +98,7 @@ def test_real_is_the_divergence_of_what_the_network_said_before():
 def test_the_path_descends_the_proxy_s_objective_and_leaves_what_is_not_covered():
     model = mlp().eval()
     memory = consolidate(model, data(), exclude=["6"])
-    forward = xkfac.batches.default_forward
+    forward = default_forward
     task = _ProxyTask(model, memory.likelihood, forward, data(4, 16), 0)
     *_, network = _path(model, memory, task, 1.0, _Way(60, 0.05, 1e-4, 0))
     changed = {name for name, p in network.named_parameters() if not torch.equal(p, model.get_parameter(name))}

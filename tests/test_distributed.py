@@ -31,7 +31,7 @@ from tests.shared_pass import (
     wide,
 )
 from xkfac.curvature.assemble import Outcome
-from xkfac.curvature.blocks import parts
+from xkfac.curvature.blocks import Corrected, parts
 from xkfac.curvature.processes import Layout, _buffers, folded, shared_out, unfolded
 
 
@@ -63,7 +63,7 @@ def same(found, expected, rtol):
     blocks = [(found.blocks[name], expected.blocks[name]) for name in expected.blocks]
     for one, other in [*blocks, *([(found.joint, expected.joint)] if expected.joint else [])]:
         assert type(one) is type(other)
-        if isinstance(one, xkfac.kronecker.Corrected):
+        if isinstance(one, Corrected):
             torch.testing.assert_close(one.dense(), other.dense(), rtol=1e-6, atol=1e-9)
             continue
         assert parts(one).keys() == parts(other).keys()

@@ -20,7 +20,7 @@ from tests.memories import VARIANTS, assert_equal, blocks_of, consolidated, lear
 from xkfac import Memory, MemoryFileError
 from xkfac import files as storage
 from xkfac import memory_file as fileformat
-from xkfac.curvature.blocks import Kronecker, parts
+from xkfac.curvature.blocks import Diagonal, Kronecker, parts
 from xkfac.curvature.estimate import Estimate
 
 
@@ -180,7 +180,7 @@ def test_bfloat16_keeps_the_anchor_and_rounds_the_factors(tmp_path):
                 found = parts(blocks_of(loaded)[name])[part]
                 assert found.dtype == torch.float32
                 bound = tensor.abs() / 2**8
-                if not isinstance(block, xkfac.kronecker.Diagonal) and not part.startswith("root"):
+                if not isinstance(block, Diagonal) and not part.startswith("root"):
                     scale = tensor.diagonal(dim1=-2, dim2=-1).sqrt()
                     bound = scale[..., :, None] * scale[..., None, :] / 2**7
                 assert bool(((found - tensor).abs() <= 1.01 * bound + 1e-12).all()), (variant, name, part)

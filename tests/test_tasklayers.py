@@ -11,6 +11,7 @@ from torch import nn
 import xkfac
 from xkfac.errors import MismatchError, XkfacError
 from xkfac.learning.calibrator import _path, _ProxyTask, _Source, _Way
+from xkfac.model.batches import default_forward
 from xkfac.task_layers import TaskLayer, load_norm_state, norm_state, task_layers_of, with_norm_state
 
 
@@ -131,7 +132,7 @@ NORMS = ("norm", "again", "last")
 
 def test_calibration_measures_with_the_norms_of_the_source_and_lets_the_proxy_have_its_own(net):
     memory = xkfac.consolidate(net, data(), "own-bn", exclude=["head"])
-    forward = xkfac.batches.default_forward
+    forward = default_forward
     source = _Source(net, memory, forward, data(seed=5), seed=0)
     moved = copy.deepcopy(net)
     with torch.no_grad():
