@@ -172,11 +172,11 @@ def test_steps_too_long_for_the_curvature_are_shortened():
         calibrate(model, weaker(memory, 1e12), data(8, 16), rounds=1, steps=20, lr=1e9)
 
 
-def test_strength_calibrated_is_the_scale_of_the_memory():
+def test_strength_left_out_is_the_scale_of_the_memory():
     model = mlp()
     memory = replace(consolidate(model, data()), calibration=CALIBRATION)
     found = []
-    for strength in ("calibrated", 20.0):
+    for strength in (None, 20.0):
         copied = copy.deepcopy(model)
         with Learner(copied, memory, strength=strength) as learner:
             learner.begin(target())

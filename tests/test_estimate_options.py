@@ -218,7 +218,7 @@ def test_gradient_checkpointing_inside_the_model():
         ({"kind": "diagonal", "cross_layer": True}, "cross_layer goes with kind 'xkfac' or 'kfac', not 'diagonal'"),
         ({"max_batches": 0}, "max_batches must be at least 1, not 0"),
         ({"labels": "empirical"}, "labels='empirical' needs the true labels"),
-        ({"forward": lambda m, b: m(b).sum()}, "must be a tensor with 8 rows, one an example, but is \\[\\]"),
+        ({"forward": lambda m, b: m(b).sum()}, "must be a tensor with 8 rows, one per example, but is \\[\\]"),
         ({"forward": lambda m, b: m(b).detach()}, "depends on none of its parameters"),
     ],
 )

@@ -146,7 +146,7 @@ def test_labels_drawn_from_the_model_give_the_same_on_average():
 
 def test_the_layer_in_front_keeps_the_factors_that_it_has_without_its_bn():
     net, batches = build("linear")
-    options = {"labels": "exact", "dtype": DOUBLE}
+    options = {"labels": "exact", "accumulation_dtype": DOUBLE}
     unmerged = xkfac.estimate(net, batches, merge=False, **options)
     lone = xkfac.estimate(net, batches, exclude=["1", "4"], **options)
     assert [unit.name for unit in unmerged.coverage.units] == ["0", "1", "3", "4", "6"]
@@ -256,7 +256,7 @@ def test_statistics_alone_pull_at_the_weights_before_them_where_the_gradient_flo
     net, (x, *batches) = build("no affine", (5, 5))
     memory = xkfac.consolidate(net, batches, "unmerged", exclude=["0", "3", "6"])
     assert [unit.name for unit in memory.units] == ["1", "4"]
-    learner = xkfac.Learner(net, memory, interpretation=interpretation)
+    learner = xkfac.Learner(net, memory, interpretation=interpretation, bn_momentum=None)
     learner.begin()
     net.train()
     net(x)  # the population's statistics have to leave the anchor first

@@ -188,6 +188,7 @@ class _Run:
         """Run the model on a batch, and check that its output is one of the likelihood's."""
         output = self.forward(model, batch)
         if isinstance(output, Tensor):
+            check_rows(output, size_of(batch))  # first: an output without rows is no question of the likelihood
             self.likelihood.check(output)
         return output
 
@@ -318,11 +319,7 @@ class _Run:
         capture.begin_batch(size)
         with torch.enable_grad(), capture:
             output = self.forward(self.model, batch)
-        if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != size:
-            raise XkfacError(
-                f"the output of the network must be a tensor with {size} rows, one an example, but is "
-                f"{list(output.shape) if isinstance(output, Tensor) else type(output).__name__}"
-            )
+        check_rows(output, size)
         capture.end_forward()
         free = self._free()
         ends: list[Any] = [*(self.model.get_parameter(unit.name) for unit in free), *capture.ends]
@@ -337,3 +334,12 @@ class _Run:
                 squares = capture.collectors.of[unit.name]
                 if gradient is not None and isinstance(squares, SquareCollector):
                     squares.see(gradient.to(self.dtype).reshape(unit.shape), capture.weight)
+
+
+def check_rows(output: Any, size: int) -> None:
+    """Check that an output is a tensor with one row per example."""
+    if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != size:
+        raise XkfacError(
+            f"the output of the network must be a tensor with {size} rows, one per example, but is "
+            f"{list(output.shape) if isinstance(output, Tensor) else type(output).__name__}"
+        )
