@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from xkfac import XkfacError
-from xkfac.experiments import RunError, load_recipe, resume, start
+from xkfac.experiments import RunError, load_recipe, results, resume, start
 from xkfac.experiments.data.digits import load
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.data.trees import Tree, find_tree
 from xkfac.experiments.files import at_home, check_path, in_words, parse_json, read_regular, shortened
 from xkfac.experiments.networks.pretraining import pretrain
 from xkfac.experiments.networks.weights import load_source, save_source
-from xkfac.experiments.runs import results
 from xkfac.experiments.runs.folder import RunFolder, find_runs
 from xkfac.experiments.tuning.tuning import tune
 

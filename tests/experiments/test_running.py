@@ -11,11 +11,10 @@ import torch
 
 import xkfac
 from tests.experiments import small_runs as small
-from xkfac.experiments import JobsFailed, RunError, load_recipe, resume, start
+from xkfac.experiments import JobsFailed, RunError, load_recipe, results, resume, start
 from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.provenance import provenance
 from xkfac.experiments.recipes.recipe import RecipeError
-from xkfac.experiments.runs import results
 from xkfac.experiments.runs import worker as worker_module
 from xkfac.experiments.runs.folder import NotWritten, RunFolder
 from xkfac.experiments.runs.progress import Standing
