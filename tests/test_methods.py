@@ -51,7 +51,7 @@ def test_ewc_can_have_its_bn_fixed():
 
 def test_the_other_methods_are_what_their_names_say():
     ewc, fixed, tuning = METHODS["ewc"], METHODS["fixed-bn"], METHODS["fine-tuning"]
-    assert (ewc.settings.kind, ewc.units, ewc.merge, ewc.recentre) == ("diagonal", False, False, False)
+    assert (ewc.settings.kind, ewc.per_parameter, ewc.merge, ewc.recentre) == ("diagonal", True, False, False)
     assert (fixed.fixed_bn, fixed.recentre, fixed.interpretation) == (True, False, "eval")
     assert (fixed.settings.kind, fixed.settings.statistics) == ("kfac", "population")
     assert (tuning.penalised, tuning.recentre) == (False, False)
