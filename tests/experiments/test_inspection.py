@@ -217,7 +217,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_kfac_from_the_factors_of_xkfac_is_kfac(kind, variant):
     net, data, _ = memories.make(kind, dtype=WIDE)
-    options = {"labels": "exact", "dtype": WIDE}
+    options = {"labels": "exact", "accumulation_dtype": WIDE}
     changes = {"xkfac": VARIANTS[variant], "kfac": {}}
     made = [xkfac.consolidate(net, data, method, **options, **changes[method]) for method in changes]
     batch = 8 if variant == "paper" else None
@@ -241,7 +241,7 @@ def test_kfac_from_the_factors_of_xkfac_is_kfac(kind, variant):
 
 def test_kfac_of_a_memory_that_keeps_all_terms_is_that_of_a_kfac_memory():
     net, first, second = memories.make("mlp", dtype=WIDE)
-    options = {"labels": "exact", "dtype": WIDE}
+    options = {"labels": "exact", "accumulation_dtype": WIDE}
     made = []
     for method in ("xkfac", "kfac"):
         memory = xkfac.consolidate(net, first, method, **options)
