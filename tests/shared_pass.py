@@ -25,14 +25,14 @@ KINDS = {
     "hierarchical, paper's form": {"grouping": "hierarchical", "form": "paper"},
     "kfac": {"kind": "kfac"},
     "diagonal": {"kind": "diagonal"},
-    "free": {"kind": "diagonal", "units": False},
+    "free": {"kind": "diagonal", "per_parameter": True},
     "corrected": {"kind": "corrected"},
     "exact": {"labels": "exact", "form": "paper"},
     "exact mean": {"labels": "exact"},
     "empirical": {"labels": "empirical"},
     "population": {"statistics": "population"},
     "gaussian": {"likelihood": "gaussian"},
-    "single": {"dtype": torch.float32},
+    "single": {"accumulation_dtype": torch.float32},
 }
 OWN_ONLY = {"unmerged": {"merge": False}}
 # Under SyncBatchNorm; four processes on few cores take turns at every sum, so that they do a part of it.

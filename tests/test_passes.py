@@ -131,7 +131,7 @@ ESTIMATES = {
     "default": {},
     "kfac": {"kind": "kfac"},
     "corrected": {"kind": "corrected"},
-    "diagonal without units": {"kind": "diagonal", "units": False},
+    "diagonal without units": {"kind": "diagonal", "per_parameter": True},
     "population": {"statistics": "population"},
     "one example in the last batch": {"max_batches": None},
 }
