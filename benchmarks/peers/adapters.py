@@ -39,7 +39,7 @@ class Xkfac(Peer):
         options = dict(self.options)
         kind = options.pop("method", "xkfac")
         if kind == "ewc":
-            options, kind = {**options, "units": False}, "diagonal"
+            options, kind = {**options, "per_parameter": True}, "diagonal"
         found = xkfac.estimate(net, data, kind, merge=False, **options)
         units = [unit for unit in found.coverage.units if unit.name in found.curvature.blocks]
 
