@@ -198,6 +198,8 @@ def _rows(entries: Any, units: Iterable[Unit]) -> Iterator[Row]:
 
 
 def _method(entry: Any) -> Method:
+    if isinstance(entry, dict) and isinstance(entry.get("units"), bool):  # as files from before say it
+        entry = {**{key: value for key, value in entry.items() if key != "units"}, "per_parameter": not entry["units"]}
     given = _checked(entry, "the method", Method, {"name": _is_text, "interpretation": _is_text})
     whole = {"draws": lambda value: value is None or _is_whole(value, 1)}
     inner = given.pop("settings", None)
