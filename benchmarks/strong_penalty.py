@@ -27,7 +27,6 @@ from torch.nn import functional as F
 import xkfac
 from xkfac.experiments.data.digits import Part, load
 from xkfac.model.merged_weight import Interpretation
-from xkfac.model.passes import norms_of
 
 Digits = tuple[Tensor, Tensor]
 HEAD = 14
@@ -114,10 +113,14 @@ def learn(
     net = copy.deepcopy(source)
     torch.manual_seed(seed)
     net[HEAD] = nn.Linear(64, 5)
-    learner = xkfac.Learner(net, memory, strength=strength, interpretation=interpretation)
+    learner = xkfac.Learner(
+        net,
+        memory,
+        strength=None if isinstance(strength, str) else strength,  # None: as calibrated
+        interpretation=interpretation,
+        bn_momentum=momentum,
+    )
     learner.begin(batches(digits, seed))
-    for norm in norms_of(net).values():
-        norm.momentum = momentum
     implicit = learner.implicit(0.05, 0.9) if steps == "implicit" else None
     lr = 0.05 if steps == "plain" else min(0.05, 0.5 * learner.stable_lr(0.9, implicit=implicit))
     head = {"params": list(net[HEAD].parameters()), "lr": lr if steps == "short" else 0.05}

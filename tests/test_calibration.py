@@ -229,6 +229,8 @@ def _entry():
 def test_errors_name_the_remedy():
     model = mlp()
     memory = consolidate(model, data())
+    with pytest.raises(XkfacError, match="strength must be a number of at least 0, not 'calibrated'"):
+        Learner(model, memory, strength="calibrated")
     with pytest.raises(XkfacError, match="'fine-tuning' has no penalty"):
         calibrate(model, consolidate(model, data(), "fine-tuning"), data())
     with pytest.raises(XkfacError, match="gave a single one"):

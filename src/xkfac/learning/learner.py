@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
@@ -74,8 +75,8 @@ class Learner:
             raise XkfacError(f"bn_momentum must be above 0 and at most 1, or None for BN's own, not {bn_momentum}")
         given = importance or (0.0, 0.0)
         for name, value in (("damping", damping), ("strength", strength), *(("importance", one) for one in given)):
-            if not 0 <= value < float("inf"):
-                raise XkfacError(f"{name} must be a number of at least 0, not {value}")
+            if not isinstance(value, Real) or not 0 <= value < float("inf"):
+                raise XkfacError(f"{name} must be a number of at least 0, not {value!r}")
         self._wrapped = model
         self.model = unwrap(model)
         check_loaded(self.model)
