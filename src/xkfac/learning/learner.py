@@ -31,9 +31,6 @@ from xkfac.penalty.quadratic import Penalty
 from xkfac.penalty.side_stream import Branch
 from xkfac.penalty.stiffness import stiffness
 
-BN_MOMENTUM = 0.01
-"""How fast BN's running statistics follow a target: their noise changes W~, which no strength of a penalty prevents."""
-
 
 class Learner:
     """Protects what a network knows, as its memory says, while it learns a target task.
@@ -41,9 +38,10 @@ class Learner:
     damping: lambda, added to the curvature as lambda * I on W~. interpretation: how merged weights are read; the
     method's own unless given. importance: (ls, lt); by default T/(T+1) and 1/(T+1) for a memory of T tasks (eq.
     imp_hyp). strength: a factor on the penalty alone, by default the scale that `calibrate` measured, or 1 without it.
-    bn_momentum: how fast the running statistics of shared BN follow the target, from `begin` to `finish`; None leaves
-    BN's own momentum. balance: adaptive alpha_s, alpha_t. forward, exclude: how the model takes a batch of the target,
-    and what is left out of its units, where these are not the memory's.
+    bn_momentum: how fast the running statistics of shared BN follow the target, from `begin` to `finish`; by default
+    BN's own momentum. 0.01 keeps deep networks much better, small ones that take few steps worse. balance: adaptive
+    alpha_s, alpha_t. forward, exclude: how the model takes a batch of the target, and what is left out of its units,
+    where these are not the memory's.
 
     BN layers carry hooks from here on until `finish` or `close`. Make the learner before the first call of a compiled
     model, which would not notice hooks that come later, and with the DistributedDataParallel model where there is one,
@@ -64,7 +62,7 @@ class Learner:
         interpretation: Interpretation | None = None,
         importance: tuple[float, float] | None = None,
         strength: float | None = None,
-        bn_momentum: float | None = BN_MOMENTUM,
+        bn_momentum: float | None = None,
         balance: Balance | None = None,
         forward: Forward | None = None,
         exclude: Iterable[str] | None = None,
