@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import xkfac
-from tests.memories import assert_equal, blocks_of, consolidated, learn, make
+from tests.helpers.memories import assert_equal, blocks_of, consolidated, learn, make
 from xkfac.curvature.blocks import Corrected, Diagonal, KhatriRao, Kronecker, parts
 from xkfac.curvature.estimate import Estimate
 
