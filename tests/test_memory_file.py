@@ -17,9 +17,7 @@ from torch import nn
 
 import xkfac
 from tests.helpers.memories import VARIANTS, assert_equal, blocks_of, consolidated, learn, make
-from xkfac import Memory, MemoryFileError
-from xkfac import files as storage
-from xkfac import memory_file as fileformat
+from xkfac import Memory, MemoryFileError, files, memory_file
 from xkfac.curvature.blocks import Diagonal, Kronecker, parts
 from xkfac.curvature.estimate import Estimate
 
@@ -122,14 +120,14 @@ def test_the_digest_is_checked_on_what_is_kept(tmp_path, monkeypatch):
     path = tmp_path / "memory"
     memory = consolidated(net, data)
     memory.save(path)
-    checked = storage._digest
+    checked = files._digest
 
     def overwritten(*content):
         with path.open("r+b") as file:
             file.write(bytes(path.stat().st_size))
         return checked(*content)
 
-    monkeypatch.setattr(storage, "_digest", overwritten)
+    monkeypatch.setattr(files, "_digest", overwritten)
     assert_equal(Memory.load(path), memory)
     monkeypatch.undo()
     with pytest.raises(MemoryFileError):
@@ -286,10 +284,10 @@ def test_numbers_that_are_not_finite_are_refused_by_unit(tmp_path, variant, tens
     net, data, _ = make("mlp")
     path = tmp_path / "memory"
     consolidated(net, data, variant).save(path)
-    description, tensors = storage.read(path)
+    description, tensors = files.read(path)
     tensors[tensor] = tensors[tensor].clone()
     tensors[tensor].view(-1)[1] = value
-    storage.write(path, description, tensors)
+    files.write(path, description, tensors)
     with pytest.raises(MemoryFileError, match=f"memory' holds numbers of unit '{unit}' that are not finite; make it"):
         Memory.load(path)
 
@@ -388,7 +386,7 @@ CONTRADICTIONS = {
 def test_a_header_that_does_not_fit_its_tensors_is_refused(tmp_path, contents, change):
     description, tensors = contents("xkfac", "mlp", form="paper")
     change(description, tensors)
-    storage.write(tmp_path / "memory", description, tensors)
+    files.write(tmp_path / "memory", description, tensors)
     with pytest.raises(
         MemoryFileError, match=r"'.*memory' is damaged: .* does not describe its tensors .*make it again"
     ) as caught:
@@ -406,7 +404,7 @@ def contents(tmp_path_factory):
         net, data, _ = make(kind)
         few = {} if variant == "fine-tuning" else {"draws": 1}
         consolidated(net, data, variant, **few, **options).save(path, dtype)
-        return storage.read(path)
+        return files.read(path)
 
     def get(variant, kind, dtype=None, **options):
         description, tensors = made(variant, kind, dtype, **options)
@@ -446,7 +444,7 @@ def test_every_field_of_another_type_is_refused(tmp_path, contents, variant, kin
                 continue
             inner[key] = value
             try:
-                fileformat.rebuilt(original, tensors)
+                memory_file.rebuilt(original, tensors)
             except (LookupError, TypeError, ValueError):
                 refused += 1
             else:
@@ -456,7 +454,7 @@ def test_every_field_of_another_type_is_refused(tmp_path, contents, variant, kin
     # What may be left out, or be a text in place of nothing, is all that is taken.
     names = {"weight", "bias", "norm", "calibration", "draws", "arguments"}
     assert [(name, value) for name, value in taken if name not in names or value not in (None, "text")] == []
-    storage.write(path, original, tensors)
+    files.write(path, original, tensors)
     assert Memory.load(path).calibration.scale == 2.0
 
 
@@ -464,7 +462,7 @@ def test_every_field_of_another_type_is_refused(tmp_path, contents, variant, kin
 @pytest.mark.parametrize(("variant", "kind"), [*FORGED, ("diagonal", "mlp"), ("xkfac", "mlp")])
 def test_every_tensor_of_another_shape_dtype_or_name_is_refused(contents, variant, kind, dtype):
     description, original = contents(variant, kind, dtype)
-    fileformat.rebuilt(description, original)
+    memory_file.rebuilt(description, original)
     for name, tensor in original.items():
         forged = {
             "longer": {name: torch.cat([tensor, tensor[..., :1]], -1)},
@@ -481,7 +479,7 @@ def test_every_tensor_of_another_shape_dtype_or_name_is_refused(contents, varian
         for change in forged.values():
             rest = {other: one for other, one in original.items() if other != name}
             with pytest.raises((LookupError, TypeError, ValueError)):
-                fileformat.rebuilt(description, {**rest, **change})
+                memory_file.rebuilt(description, {**rest, **change})
 
 
 @pytest.mark.parametrize(
@@ -501,12 +499,12 @@ def test_numbers_that_cannot_be_are_refused(contents, variant, tensor, sentence)
     if tensor == "anchor/1":
         tensors[tensor][..., 3] = 0
     with pytest.raises(ValueError, match=sentence):
-        fileformat.rebuilt(description, tensors)
+        memory_file.rebuilt(description, tensors)
 
 
 def test_factors_across_layers_of_another_size_are_refused(tmp_path, contents):
     description, tensors = contents("cross-layer", "mlp")
-    storage.write(tmp_path / "memory", description, {**tensors, "joint/right.0": torch.ones(1, 3)})
+    files.write(tmp_path / "memory", description, {**tensors, "joint/right.0": torch.ones(1, 3)})
     with pytest.raises(MemoryFileError, match="factors across layers are of another size"):
         Memory.load(tmp_path / "memory")
 
@@ -546,7 +544,7 @@ def test_a_failing_save_keeps_the_memory_that_was_there(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage, "save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(MemoryFileError, match="could not be written and is as it was before"):
         consolidated(net, second).save(path)
     assert_equal(Memory.load(path, net), memory)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.helpers import small_runs as small
 from xkfac.experiments.recipes.parsing import parse_recipe
-from xkfac.experiments.report import page as report
+from xkfac.experiments.report import page
 from xkfac.experiments.runs.folder import RunFolder
 
 COMMANDS = ["demo", "run", "pretrain", "tune", "resume", "status", "report", "compare", "inspect", "recipe"]
@@ -32,7 +32,7 @@ def no_report(monkeypatch):
         (folder / "report.html").write_text("")
         return folder / "report.html"
 
-    monkeypatch.setattr(report, "write_report", written)
+    monkeypatch.setattr(page, "write_report", written)
 
 
 @pytest.fixture(scope="module")

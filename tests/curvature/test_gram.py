@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xkfac.curvature import gram as grams
-from xkfac.curvature.gram import Gram, add_gram, mirror_
+from xkfac.curvature.gram import Gram, add_gram, mirror_, stripe_of
 
 
 @settings(max_examples=30, deadline=None)
@@ -30,7 +29,7 @@ def test_a_gram_of_nothing_is_none():
 @pytest.mark.parametrize("stripe", [1, 4, 7, 128])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_stripes_are_the_upper_triangle_of_the_product(stripe, transposed, monkeypatch):
-    monkeypatch.setattr(grams, "stripe_of", lambda features, device: stripe)
+    monkeypatch.setattr("xkfac.curvature.gram.stripe_of", lambda features, device: stripe)
     vectors = torch.randn(2, 5, 9).double().mT if transposed else torch.randn(2, 9, 5).double()
     start = torch.randn(2, 9, 9).double()
     start = start + start.mT
@@ -51,7 +50,7 @@ def test_vectors_are_taken_as_they_lie_in_memory():
 
 @pytest.mark.parametrize("features", [0, 1, 63, 64, 65, 128, 256, 257, 784, 785, 4609])
 def test_stripes_of_a_cpu_are_of_about_one_height_and_fast(features):
-    stripe = grams.stripe_of(features, torch.device("cpu"))
+    stripe = stripe_of(features, torch.device("cpu"))
     most = 64 if features <= 256 else 128
     if features <= most:
         assert stripe == max(1, features)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from xkfac.curvature import input_moments as deviations
+from xkfac.curvature import input_moments
 from xkfac.curvature.input_moments import Deviations, Rows
 from xkfac.curvature.moments import GROUPINGS, KFAC, Moments, unit_inputs
 from xkfac.curvature.patches import Patches
@@ -22,7 +22,7 @@ def test_rows_that_wait_are_the_sums_over_all_rows(from_origin, sizes, seed):
     batches = [torch.randn(size, 3).double() + 5 for size in sizes]
     origin = torch.randn(1, 3).double() if from_origin else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deviations, "ROOM", 7)
+        patch.setattr(input_moments, "ROOM", 7)
         rows = Rows(batches[0].unsqueeze(2))
     for batch in batches:
         rows.add(batch.unsqueeze(2), None if origin is None else origin.unsqueeze(2))
@@ -102,8 +102,8 @@ def test_a_mean_by_location_is_kept_of_the_image_alone():
 @pytest.fixture
 def rounding_images(monkeypatch):
     """Have this CPU round images for their products, as a GPU may."""
-    monkeypatch.setattr(deviations, "rounds", lambda image: image.dtype == torch.float32)
-    monkeypatch.setattr(deviations, "rounded", lambda image: image.bfloat16())
+    monkeypatch.setattr(input_moments, "rounds", lambda image: image.dtype == torch.float32)
+    monkeypatch.setattr(input_moments, "rounded", lambda image: image.bfloat16())
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests import oracles
-from xkfac.curvature import moments as factors
 from xkfac.curvature.moments import GROUPINGS, KFAC, Moments, batch_gradient, unit_gradients, unit_inputs
 from xkfac.curvature.patches import Patches
 from xkfac.errors import UnitError
@@ -256,7 +255,7 @@ def test_deviations_of_images_are_exact_far_from_the_origin():
 def test_gradients_of_one_position_that_are_held_count_as_if_each_pass_were_taken(levels, monkeypatch):
     """Passes that fill the room, exceed it, end in between, or count another weight."""
     torch.manual_seed(0)
-    monkeypatch.setattr(factors, "HELD", 7)
+    monkeypatch.setattr("xkfac.curvature.moments.HELD", 7)
     sizes = [(3, 1.0), (5, 1.0), (9, 1.0), (2, 0.5)]
     passes = [(torch.randn(1, size, 1, 3).double(), weight) for size, weight in sizes]
     moments = Moments("unit", levels, "mean")

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from xkfac.curvature import patch_gram as autocorrelation
+from xkfac.curvature import patch_gram
 from xkfac.curvature.patch_gram import PatchGram, way_of
 from xkfac.curvature.patches import Axis, Patches, unroll
 from xkfac.model.units import find_units
@@ -83,11 +83,9 @@ def test_images_of_several_sizes_add_up(way):
 @pytest.mark.parametrize("way", ["unrolled", "products"])
 def test_examples_are_written_out_a_few_at_a_time(way, monkeypatch):
     seen = []
-    windows = autocorrelation._windows
-    monkeypatch.setattr(autocorrelation, "_examples_at_once", lambda image, features: 2)
-    monkeypatch.setattr(
-        autocorrelation, "_windows", lambda image, axes: seen.append(len(image[0])) or windows(image, axes)
-    )
+    windows = patch_gram._windows
+    monkeypatch.setattr(patch_gram, "_examples_at_once", lambda image, features: 2)
+    monkeypatch.setattr(patch_gram, "_windows", lambda image, axes: seen.append(len(image[0])) or windows(image, axes))
     check(nn.Conv2d(2, 2, 3, padding=1, bias=False).double(), torch.randn(5, 2, 4, 4).double(), way=way)
     assert seen[:3] == [2, 2, 1]
 
@@ -127,10 +125,10 @@ def test_large_pieces_are_the_same_bytes(dtype, features, offset):
     torch.manual_seed(0)
     flat = torch.randn(offset + 2 * 3 * 5 * 4 * features).to(dtype)[offset:]
     image = flat.view(2, 3, 5, 4, features)
-    pieces = autocorrelation._in_large_pieces(image)
+    pieces = patch_gram._in_large_pieces(image)
     assert pieces.is_complex() == (offset == 0 and features * image.element_size() > 16)
     axes = [Axis(5, 2, 1, 1, 0, 0), Axis(4, 3, 1, 1, 0, 0)]
-    wanted = autocorrelation._windows(image, axes).flatten(4).flatten(2, -2)
-    found = autocorrelation._written_out(image, axes)
+    wanted = patch_gram._windows(image, axes).flatten(4).flatten(2, -2)
+    found = patch_gram._written_out(image, axes)
     assert found.shape == (2, 3, 4 * 2, 2 * 3 * features)
     assert torch.equal(found, wanted)

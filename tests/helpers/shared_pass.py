@@ -11,7 +11,7 @@ from torch import nn
 
 import xkfac
 from tests.helpers.setups import Everything, data, mlp, randomise
-from xkfac.curvature import assemble as sharing
+from xkfac.curvature import assemble
 
 SIZES = (8, 5, 7, 1, 6)
 IMAGES = {"shape": (2, 7, 7), "scale": 2.0, "shift": 3.0}
@@ -207,9 +207,9 @@ def per_process(rank, ranks, folder):
         xkfac.estimate(linear, whole()[rank::ranks])
     yield "numbers", counted.numbers
     decomposed = []
-    sharing.eigenbasis, kept = lambda *pair: decomposed.append(pair) or kept(*pair), sharing.eigenbasis
+    assemble.eigenbasis, kept = lambda *pair: decomposed.append(pair) or kept(*pair), assemble.eigenbasis
     xkfac.estimate(linear, whole()[rank::ranks], kind="corrected")
-    sharing.eigenbasis = kept
+    assemble.eigenbasis = kept
     yield "decomposed", len(decomposed)
     parallel.module.bn.running_mean.add_(rank)
     before = copy.deepcopy(parallel.module.state_dict())

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from xkfac import files as storage
+from xkfac import files
 from xkfac.experiments.data.digits import load
 from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.runs.folder import CHECKPOINT, RunFolder
@@ -114,7 +114,7 @@ def told(job):
 def weights(job):
     """Return the tensors of a job's last checkpoint."""
     _, path = job._checkpoints()[-1]
-    return storage.read(path, CHECKPOINT)[1]
+    return files.read(path, CHECKPOINT)[1]
 
 
 def assert_same(job, other):

@@ -12,8 +12,7 @@ from torch import nn
 
 import xkfac
 from tests.helpers.setups import Everything, data, gradients, mlp, move, randomise, target
-from xkfac import Learner, Memory, calibrate, consolidate
-from xkfac import files as storage
+from xkfac import Learner, Memory, calibrate, consolidate, files
 from xkfac.calibration import Calibration, CurvePoint, radius_of, scale_of
 from xkfac.curvature.operator import Curvature
 from xkfac.errors import MemoryFileError, MismatchError, XkfacError
@@ -202,10 +201,10 @@ def test_calibration_is_kept_by_finish_and_files(tmp_path):
 
 
 def rewritten(path, change):
-    description, tensors = storage.read(path)
+    description, tensors = files.read(path)
     description = json.loads(json.dumps(description))
     change(description)
-    storage.write(path, description, tensors)
+    files.write(path, description, tensors)
 
 
 def test_a_file_from_before_calibrations_loads_and_a_damaged_one_does_not(tmp_path):

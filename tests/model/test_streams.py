@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import xkfac
 from tests.helpers.setups import data, mlp
-from xkfac.curvature import labels as draws
-from xkfac.curvature import operator as curvature
+from xkfac.curvature import labels, operator
 from xkfac.model import streams
 
 
@@ -69,8 +68,8 @@ def test_no_more_is_taken_from_an_endless_stream_than_asked_for():
 
 def few_draws(monkeypatch, enough):
     """Let so many draws be enough."""
-    monkeypatch.setattr(curvature, "ENOUGH_DRAWS", enough)
-    monkeypatch.setattr(draws, "ENOUGH_DRAWS", enough)
+    monkeypatch.setattr(operator, "ENOUGH_DRAWS", enough)
+    monkeypatch.setattr(labels, "ENOUGH_DRAWS", enough)
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 9])

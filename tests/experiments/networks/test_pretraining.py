@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision import models
 
-from xkfac import files as storage
+from xkfac import files
 from xkfac.experiments.data.images import PictureParts, Pictures
 from xkfac.experiments.networks import pretrainer
 from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
@@ -198,7 +198,7 @@ def test_a_run_interrupted_at_any_moment_ends_in_the_same_bits(seed, parts, opti
 
 
 def test_a_checkpoint_that_is_cut_off_leaves_the_one_before(parts, options, unbroken, tmp_path, monkeypatch):
-    path, real, writes = tmp_path / "weights.safetensors", storage.save_file, []
+    path, real, writes = tmp_path / "weights.safetensors", files.save_file, []
 
     def cut_off(tensors, target, metadata):
         writes.append(target)
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_is_cut_off_leaves_the_one_before(parts, options, unbr
             target.write_bytes(target.read_bytes()[:1000])
             raise Stop
 
-    monkeypatch.setattr(storage, "save_file", cut_off)
+    monkeypatch.setattr(files, "save_file", cut_off)
     with pytest.raises(Stop):
         pretrain(parts, path, Pretraining(**options), device="cpu")
     seen = []

@@ -17,7 +17,7 @@ from tests.helpers.small_runs import assert_same, weights
 from xkfac.experiments.data.augmentation import Augmentation
 from xkfac.experiments.networks.weights import load_source
 from xkfac.experiments.recipes.parsing import load_recipe
-from xkfac.experiments.report import page as report
+from xkfac.experiments.report import page
 from xkfac.experiments.runs.folder import RunFolder
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "fine-grained.md"
@@ -43,7 +43,7 @@ def workers(tmp_path, monkeypatch):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(DECLARATIONS)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(report, "write_report", lambda runs, to: to / "report.html")
+    monkeypatch.setattr(page, "write_report", lambda runs, to: to / "report.html")
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xkfac import METHODS
-from xkfac.experiments.recipes.parsing import load_recipe, named_recipes
-from xkfac.experiments.recipes.parsing import parse_recipe as parse
+from xkfac.experiments.recipes.parsing import load_recipe, named_recipes, parse_recipe
 from xkfac.experiments.recipes.recipe import (
     JOINT,
     Data,
@@ -27,7 +26,7 @@ ONE = "[lines.one]\n"
 
 def refused(text, *parts, changes=()):
     with pytest.raises(RecipeError) as caught:
-        parse(text, "mine.toml", changes)
+        parse_recipe(text, "mine.toml", changes)
     message = str(caught.value)
     assert "\n" not in message
     for part in parts:
@@ -35,11 +34,11 @@ def refused(text, *parts, changes=()):
 
 
 def line(text, **others):
-    return parse(ONE + text, "mine.toml", **others).lines["one"]
+    return parse_recipe(ONE + text, "mine.toml", **others).lines["one"]
 
 
 def test_every_default_is_that_of_the_class_and_the_label_is_the_name():
-    made = parse(ONE, "folder/mine.toml")
+    made = parse_recipe(ONE, "folder/mine.toml")
     assert made.lines == {"one": Line(label="one")}
     assert (made.name, made.data, made.repeats, made.seeds) == ("mine", Data(), 1, range(1))
     assert made.figures == {"accuracy": Figure("Average accuracy", lines=("one",))}
@@ -212,7 +211,7 @@ def test_defaults_that_a_line_has_no_use_for_are_left_out_of_it():
     [lines.none]
     norm = "none"
     """
-    lines = parse(text).lines
+    lines = parse_recipe(text).lines
     bare = Line(tasks=4, early_stopping=False)
     assert lines["plain"] == dataclasses.replace(bare, label="plain", method="fine-tuning")
     assert lines["joint"] == dataclasses.replace(bare, label="joint", method="joint", at=(2,))
@@ -235,7 +234,7 @@ def test_settings_change_keys_of_every_depth_and_defaults_override_what_lines_sa
         "defaults.epochs=2", "repeats=3", "data.set=digits", "data.validation = 10", "lines.b-0.1.lr=0.5",
         "defaults.curvature.draws=4", "lines.a.note=two words", "lines.a.widths=[4, 5]", 'title="a = b"',
     ]  # fmt: skip
-    made = parse(text, "mine.toml", changes)
+    made = parse_recipe(text, "mine.toml", changes)
     assert made.lines["a"] == Line("a", "two words", epochs=2, widths=(4, 5), curvature={"form": "paper", "draws": 4})
     assert made.lines["b-0.1"] == Line("b-0.1", epochs=2, lr=0.5, curvature={"draws": 4})
     assert (made.repeats, made.data, made.title) == (3, Data("digits", 10), "a = b")
@@ -270,7 +269,7 @@ def test_a_setting_that_cannot_be_made_is_refused(change, parts):
 
 def test_only_takes_names_and_patterns_in_the_order_of_the_recipe_and_trims_figures():
     text = "".join(f"[lines.{name}]\n" for name in ("kfac-1", "kfac-2", "xkfac", "ewc"))
-    made = parse(text + '[figures.a]\nlines = ["ewc", "kfac-1"]\n[figures.b]\nlines = ["xkfac"]')
+    made = parse_recipe(text + '[figures.a]\nlines = ["ewc", "kfac-1"]\n[figures.b]\nlines = ["xkfac"]')
     assert list(made.only(["ewc", "kfac-*"]).lines) == ["kfac-1", "kfac-2", "ewc"]
     assert made.only(["*"]) == made
     some = made.only(["kfac-?"])
@@ -282,7 +281,7 @@ def test_only_takes_names_and_patterns_in_the_order_of_the_recipe_and_trims_figu
 def test_a_recipe_is_found_by_name_or_path_and_a_wrong_one_is_named(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(ONE)
-    assert load_recipe(path) == load_recipe(str(path)) == parse(ONE, "mine.toml")
+    assert load_recipe(path) == load_recipe(str(path)) == parse_recipe(ONE, "mine.toml")
     with pytest.raises(RecipeError, match=r"there is no recipe 'dmo' \(did you mean 'demo'\?\)"):
         load_recipe("dmo")
     with pytest.raises(RecipeError, match="there is no recipe"):
@@ -297,7 +296,7 @@ def test_each_recipe_of_the_package_loads_and_is_written_out_whole(name):
     made = load_recipe(name)
     assert made.name == name
     assert made.title
-    assert parse(made.to_toml(), name) == made
+    assert parse_recipe(made.to_toml(), name) == made
     shown = {line for figure in made.figures.values() for line in figure.lines}
     assert shown | {key for key, line in made.lines.items() if line.sweep} == set(made.lines)
 
@@ -370,27 +369,27 @@ def recipes(draw):
 @settings(max_examples=60, deadline=None)
 @given(recipes())
 def test_what_a_run_keeps_of_a_recipe_is_the_recipe(recipe):
-    assert parse(recipe.to_toml(), "other.toml") == recipe
+    assert parse_recipe(recipe.to_toml(), "other.toml") == recipe
 
 
 def test_texts_keep_every_character_that_toml_can_hold():
     text = "".join(map(chr, range(0x20, 0x100))) + string.whitespace + "\u2028'''\"\"\"\\"
     recipe = Recipe("a", {"b": Line(text)}, figures={"c": Figure(text)})
-    assert parse(recipe.to_toml()) == recipe
+    assert parse_recipe(recipe.to_toml()) == recipe
 
 
 def test_what_tasks_own_in_a_perceptron_is_checked():
     text = 'name = "x"\n[lines.a]\nmethod = "own-bn"\n'
-    assert parse(text).lines["a"].own == ()
-    assert parse(text + 'own = ["6"]\nhead_epochs = 2\n').lines["a"].head_epochs == 2
+    assert parse_recipe(text).lines["a"].own == ()
+    assert parse_recipe(text + 'own = ["6"]\nhead_epochs = 2\n').lines["a"].head_epochs == 2
     with pytest.raises(RecipeError, match=r"'head_epochs' has no effect on tasks that share one head"):
-        parse(text + "head_epochs = 2\n")
+        parse_recipe(text + "head_epochs = 2\n")
     with pytest.raises(RecipeError, match=r"^lines\.a: a network without BN leaves nothing to each task; name layers"):
-        parse(text + 'norm = "none"\n')
-    assert parse(text + 'norm = "none"\nown = ["4"]\n').lines["a"].norm == "none"
-    assert parse('name = "x"\n[lines.a]\nown = ["6"]\n').lines["a"].own == ("6",)
+        parse_recipe(text + 'norm = "none"\n')
+    assert parse_recipe(text + 'norm = "none"\nown = ["4"]\n').lines["a"].norm == "none"
+    assert parse_recipe('name = "x"\n[lines.a]\nown = ["6"]\n').lines["a"].own == ("6",)
     with pytest.raises(RecipeError, match=r"'own' has no effect on method 'joint', which has no second task"):
-        parse('name = "x"\n[lines.a]\nmethod = "joint"\nown = ["6"]\n')
+        parse_recipe('name = "x"\n[lines.a]\nmethod = "joint"\nown = ["6"]\n')
 
 
 VALUES = st.sampled_from(
@@ -418,7 +417,7 @@ def test_whatever_stands_in_a_recipe_it_is_taken_as_it_is_or_refused_in_one_sent
             tables.setdefault(part, []).append(f"{key} = {value}")
     text = "".join(f"[{part}]\n" * bool(part) + "".join(f"{row}\n" for row in tables[part]) for part in sorted(tables))
     try:
-        made = parse(text, "mine.toml")
+        made = parse_recipe(text, "mine.toml")
     except RecipeError:
         return  # any other error would be a traceback
-    assert parse(made.to_toml(), "other.toml") == made
+    assert parse_recipe(made.to_toml(), "other.toml") == made

@@ -3,8 +3,7 @@
 import pytest
 
 from tests.helpers import made_up_images, small_runs
-from xkfac.experiments.recipes.parsing import load_recipe
-from xkfac.experiments.recipes.parsing import parse_recipe as parse
+from xkfac.experiments.recipes.parsing import load_recipe, parse_recipe
 from xkfac.experiments.recipes.recipe import RecipeError
 from xkfac.experiments.runs.folder import RunFolder
 
@@ -32,7 +31,7 @@ lines = ["kfac", "once"]
 
 
 def test_each_value_is_a_line_with_its_name_its_label_and_what_it_is_a_point_of():
-    made = parse(TEXT, "mine.toml").lines
+    made = parse_recipe(TEXT, "mine.toml").lines
     values = {name: (line.label, line.strength, line.lr, line.swept) for name, line in made.items()}
     assert values == {
         "kfac-x0.1": ("K-FAC x0.1", 0.1, 0.1, 0.1),
@@ -51,20 +50,20 @@ def test_each_value_is_a_line_with_its_name_its_label_and_what_it_is_a_point_of(
 
 
 def test_the_name_of_a_sweep_stands_for_its_lines():
-    made = parse(TEXT, "mine.toml")
+    made = parse_recipe(TEXT, "mine.toml")
     assert made.figures["all"].lines == ("kfac-x0.1", "kfac-x3", "once")
     assert list(made.only(["plain", "kfac-x3"]).lines) == ["kfac-x3", "plain-lr0.5", "plain-lr1e-05"]
 
 
 def test_what_a_run_keeps_of_sweeps_is_the_recipe():
-    made = parse(TEXT, "mine.toml")
-    assert parse(made.to_toml(), "other.toml") == made
+    made = parse_recipe(TEXT, "mine.toml")
+    assert parse_recipe(made.to_toml(), "other.toml") == made
 
 
 def test_settings_for_all_lines_change_sweeps_of_the_same_key_alone():
-    made = parse(TEXT, "mine.toml", ["defaults.sweep=[1]", "lines.plain.sweep={ lr = [0.3] }"])
+    made = parse_recipe(TEXT, "mine.toml", ["defaults.sweep=[1]", "lines.plain.sweep={ lr = [0.3] }"])
     assert list(made.lines) == ["kfac-x1", "ewc-x1", "plain-lr0.3", "once", "single"]
-    without = list(parse(TEXT, "mine.toml", ["defaults.sweep=[]"]).lines)
+    without = list(parse_recipe(TEXT, "mine.toml", ["defaults.sweep=[]"]).lines)
     assert without == ["kfac", "ewc", "plain-lr0.5", "plain-lr1e-05", "once", "single"]
 
 
@@ -89,7 +88,7 @@ def test_settings_for_all_lines_change_sweeps_of_the_same_key_alone():
 )
 def test_a_sweep_that_cannot_be_run_as_written_is_refused_in_one_sentence(text, parts):
     with pytest.raises(RecipeError) as caught:
-        parse(f"[lines.one]\n{text}", "mine.toml")
+        parse_recipe(f"[lines.one]\n{text}", "mine.toml")
     for part in parts:
         assert part in str(caught.value)
 

@@ -13,7 +13,6 @@ import pytest
 
 from tests.helpers import made_up
 from xkfac.errors import XkfacError
-from xkfac.experiments.report import page as report
 from xkfac.experiments.report.choices import read_tuned
 from xkfac.experiments.report.page import write_report
 from xkfac.experiments.runs.results import pooled
@@ -291,7 +290,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_a_report_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     path = write_report([made_up.single()], tmp_path)
     old = path.read_bytes()
-    monkeypatch.setattr(report, "_lines", lambda *_: 1 / 0)
+    monkeypatch.setattr("xkfac.experiments.report.page._lines", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_report([made_up.small()], tmp_path)
     assert path.read_bytes() == old

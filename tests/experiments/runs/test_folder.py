@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers import small_runs as small
-from xkfac import files as storage
+from xkfac import files
 from xkfac.experiments.runs.folder import JobFolder, NotWritten, RunError, RunFolder, find_runs, write_text
 from xkfac.experiments.runs.job import Sequence
 from xkfac.experiments.runs.tasks import Permuted
@@ -184,7 +184,7 @@ def test_memories_that_no_kept_checkpoint_goes_on_with_do_not_push_out_one_that_
     job = JobFolder(tmp_path, "line", 0)
 
     def remember(number):
-        storage.write(tmp_path / f"memory-{number}.safetensors", {}, {"x": torch.ones(1)})
+        files.write(tmp_path / f"memory-{number}.safetensors", {}, {"x": torch.ones(1)})
         return f"memory-{number}.safetensors"
 
     job.save({"memory": remember(1)}, {})
@@ -201,7 +201,7 @@ def test_memories_that_no_kept_checkpoint_goes_on_with_do_not_push_out_one_that_
 def test_checkpoints_and_memories_do_not_pile_up(tmp_path):
     job = JobFolder(tmp_path, "line", 0)
     for number in range(1, 6):
-        storage.write(tmp_path / f"memory-{number}.safetensors", {}, {"x": torch.ones(1)})
+        files.write(tmp_path / f"memory-{number}.safetensors", {}, {"x": torch.ones(1)})
         job.save({"memory": f"memory-{number}.safetensors"}, {"a": torch.tensor([number])})
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{kind}-{number}.safetensors" for kind in ("checkpoint", "memory") for number in (4, 5)

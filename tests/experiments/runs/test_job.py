@@ -13,7 +13,7 @@ from tests.helpers import small_runs as small
 from xkfac.experiments.data.digits import DataError, Part, Parts, permutation
 from xkfac.experiments.networks.perceptron import perceptron
 from xkfac.experiments.recipes.recipe import Line
-from xkfac.experiments.runs import tasks as module
+from xkfac.experiments.runs import tasks
 from xkfac.experiments.runs.run_data import load_materials
 
 LINES = small.recipe().lines
@@ -155,7 +155,7 @@ def test_early_stopping_keeps_the_latest_of_the_best_epochs_of_each_task(unbroke
 @pytest.mark.parametrize(("values", "kept"), [([50, 70, 70, 60], 2), ([9, 8, 7, 6], 0), ([0, 0, 0, 0], 3)])
 def test_early_stopping_keeps_the_weights_of_that_epoch(tmp_path, monkeypatch, values, kept):
     script, asked = iter(values), []
-    real = module.accuracy
+    real = tasks.accuracy
 
     def scripted(model, part, columns=None):
         if part is not small.parts().validation:
@@ -164,7 +164,7 @@ def test_early_stopping_keeps_the_weights_of_that_epoch(tmp_path, monkeypatch, v
         return float(next(script))
 
     shorter = learn(tmp_path / "shorter", single(epochs=kept + 1))
-    monkeypatch.setattr(module, "accuracy", scripted)
+    monkeypatch.setattr(tasks, "accuracy", scripted)
     job = learn(tmp_path / "job", single(epochs=4, early_stopping=True))
     assert job.result().kept == [kept]
     assert_equal(model_of(job), model_of(shorter))
@@ -173,14 +173,14 @@ def test_early_stopping_keeps_the_weights_of_that_epoch(tmp_path, monkeypatch, v
 
 def test_choices_look_at_the_validation_split_of_the_current_target_alone(tmp_path, monkeypatch):
     asked = []
-    real = module.accuracy
+    real = tasks.accuracy
 
     def watched(model, part, columns=None):
         if part is small.parts().validation:
             asked.append(columns.tolist())
         return real(model, part, columns)
 
-    monkeypatch.setattr(module, "accuracy", watched)
+    monkeypatch.setattr(tasks, "accuracy", watched)
     learn(tmp_path / "run", LINES["xkfac"])
     assert asked == [permutation(64, 0, task).tolist() for task in range(3) for _ in range(3)]
 
@@ -238,23 +238,23 @@ def test_test_data_has_no_part_in_any_choice(unbroken, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["xkfac", "ewc", "fixed-bn", "own-bn", "own-layers", "validation", "plain"])
 def test_the_examples_of_earlier_tasks_are_not_looked_at_again(unbroken, tmp_path, monkeypatch, name):
-    real, pools, tasks = module.pool, [], []
+    real, pools, old_tasks = tasks.pool, [], []
 
     def watched(part, permutations):
         (columns,) = permutations
         task = next(t for t in range(3) if torch.equal(columns, permutation(64, 0, t)))
-        for old, used in zip(tasks, pools, strict=True):
+        for old, used in zip(old_tasks, pools, strict=True):
             if old < task:
                 used.part.x.fill_(torch.nan)
         made = real(part, permutations)
-        tasks.append(task)
+        old_tasks.append(task)
         pools.append(made)
         return made
 
-    monkeypatch.setattr(module, "pool", watched)
+    monkeypatch.setattr(tasks, "pool", watched)
     job = learn(tmp_path / "run", LINES[name])
-    assert tasks == sorted(tasks)
-    assert set(tasks) == {0, 1, 2}
+    assert old_tasks == sorted(old_tasks)
+    assert set(old_tasks) == {0, 1, 2}
     assert pools[0].part.x.isnan().all()
     assert_equal(small.weights(job), small.weights(unbroken.job(name, 0)))
 
@@ -270,7 +270,7 @@ def constant(course, answers):
 
 
 def test_a_test_image_is_answered_by_the_layers_of_the_task_that_it_looks_like():
-    course = module.Permuted(dataclasses.replace(LINES["own-bn"], tasks=2), 0, small.parts())
+    course = tasks.Permuted(dataclasses.replace(LINES["own-bn"], tasks=2), 0, small.parts())
     model, test = constant(course, [3, 5]), small.parts().test
     for task in range(2):
         course.enter(model, task)

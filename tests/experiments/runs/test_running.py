@@ -15,11 +15,11 @@ from xkfac.experiments import JobsFailed, RunError, load_recipe, results, resume
 from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.provenance import provenance
 from xkfac.experiments.recipes.recipe import RecipeError
-from xkfac.experiments.runs import worker as worker_module
 from xkfac.experiments.runs.folder import NotWritten, RunFolder
 from xkfac.experiments.runs.progress import Standing
 from xkfac.experiments.runs.run_data import load_materials
 from xkfac.experiments.runs.running import Worker
+from xkfac.experiments.runs.worker import CHECKPOINT_SECONDS, checkpoint_seconds
 
 NAMES = ["xkfac", "brn", "joint", "average", "wild"]
 WILD = 'lines.wild={ method = "fine-tuning", norm = "none", lr = 1e38 }'
@@ -162,12 +162,12 @@ def test_accuracies_are_measured_on_the_part_that_the_recipe_says():
 
 def test_how_often_states_are_written_comes_from_the_environment(monkeypatch):
     monkeypatch.delenv("XKFAC_CHECKPOINT_SECONDS", raising=False)
-    assert worker_module.checkpoint_seconds() == worker_module.CHECKPOINT_SECONDS
+    assert checkpoint_seconds() == CHECKPOINT_SECONDS
     monkeypatch.setenv("XKFAC_CHECKPOINT_SECONDS", "0.5")
-    assert worker_module.checkpoint_seconds() == 0.5
+    assert checkpoint_seconds() == 0.5
     monkeypatch.setenv("XKFAC_CHECKPOINT_SECONDS", "often")
     with pytest.raises(xkfac.XkfacError, match="XKFAC_CHECKPOINT_SECONDS is 'often'"):
-        worker_module.checkpoint_seconds()
+        checkpoint_seconds()
 
 
 def test_the_demo_is_ready_to_run():
