@@ -1,4 +1,4 @@
-"""Averages of factors: one product with the partial traces of the exact sum, however a scale is split."""
+"""Averages of factors: one product with the trace of the exact sum, however a scale is split."""
 
 import itertools
 
@@ -80,13 +80,10 @@ def trace(block):
     return block.dense().diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
-def partial_traces(block):
-    """Return both partial traces of a block [groups, D, D] and [groups, C, C], by the sums that they are."""
-    columns, rows = block.terms[0].left.shape[2], block.terms[0].right.shape[2]
-    dense = block.dense().view(-1, columns, rows, columns, rows)
-    left = sum(dense[:, :, i, :, i] for i in range(rows))
-    right = sum(dense[:, j, :, j, :] for j in range(columns))
-    return left, right
+def even(term):
+    """Return the factors of a term, its size evenly in both, and that size, per group."""
+    a, h = (m.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] for m in (term.dense_left, term.right))
+    return term.dense_left * (h / a).sqrt(), term.right * (a / h).sqrt(), (a * h).sqrt()
 
 
 @given(draw=draws, factors=st.lists(scales, min_size=6, max_size=6), own=weights, others=weights)
@@ -108,18 +105,18 @@ def test_averages_of_equal_blocks_are_that_block_times_the_sum_of_weights(draw, 
 
 @given(draw=draws, own=weights, others=weights)
 @quick
-def test_averages_have_the_partial_traces_of_the_sum(draw, own, others):
-    """Of every pair of terms; where means are kept by roots, the trace and the partial trace over gradients."""
+def test_averages_are_those_of_factors_of_equal_size_with_the_trace_of_the_sum(draw, own, others):
+    """Of every pair of terms; where means are kept by roots, the trace of the block."""
     a, b = draw.kronecker(), draw.kronecker()
     averaged, exact = a.average(b, own, others, homogeneous=draw.homogeneous), a.scale(own).join(b.scale(others))
     close(trace(averaged), trace(exact))
-    close(partial_traces(averaged)[0], partial_traces(exact)[0])
     assert [t.left.shape for t in averaged.terms] == [t.left.shape for t in a.terms]
     if draw.positions == 0:
         for ours, first, second in zip(averaged.terms, a.terms, b.terms, strict=True):
-            pair = Kronecker((first,)).scale(own).join(Kronecker((second,)).scale(others))
-            for found, expected in zip(partial_traces(Kronecker((ours,))), partial_traces(pair), strict=True):
-                close(found, expected)
+            (left, right, size), (other_left, other_right, other_size) = even(first), even(second)
+            pair = Kronecker((Term(own * left + others * other_left, own * right + others * other_right),))
+            scale = (own * size**2 + others * other_size**2) / (own * size + others * other_size) ** 2
+            close(Kronecker((ours,)).dense(), scale * pair.dense())
 
 
 @given(draw=draws, factors=st.lists(scales, min_size=6, max_size=6), own=weights, others=weights)
@@ -176,10 +173,17 @@ def test_means_of_two_tasks_give_their_common_mean_and_the_scatter_between_them(
         return Kronecker((Term(left, torch.eye(2)[None].double()), Term(root, 3 * torch.eye(2)[None].double(), True)))
 
     fine, coarse = block(1.0, 2.0).average(block(3.0, 6.0), 0.75, 0.25, homogeneous=True).terms
-    torch.testing.assert_close(coarse.left, torch.tensor([[[1.5, 1.0]]]).double())
-    torch.testing.assert_close(fine.left[0, 0, 0], torch.tensor(3.0 + 3 * 0.75 * 0.25 * 4).double())
-    torch.testing.assert_close(fine.right[0], torch.eye(2).double())
-    torch.testing.assert_close(coarse.right[0], 3 * torch.eye(2).double())
+    # Shares of the covariances, 3/4 sqrt(2) and 1/4 sqrt(8), are 3/5 and 2/5; those of the means, 3/4 sqrt(2) and
+    # 1/4 sqrt(10), are divided by 2 and 10, the traces of M.
+    p, q = 0.75 * 2**0.5, 0.25 * 10**0.5
+    v, w = p / 2, q / 10
+    mean = (v + 3 * w) / (v + w)
+    torch.testing.assert_close(coarse.left[0, 0] / coarse.left[0, 0, 1], torch.tensor([mean, 1.0]).double())
+    scatter = v * w / (v + w) * 4 / (p + q)
+    means = 0.75 * 2 + 0.25 * 10  # times 6, the trace of H'': of which this share is scatter, and the rest is kept
+    torch.testing.assert_close(fine.left[0, 0, 0] * fine.right[0], (3.0 + 3 * means * scatter) * torch.eye(2).double())
+    kept = coarse.left.square().sum() * coarse.right[0]
+    torch.testing.assert_close(kept, 3 * means * (1 - scatter) * torch.eye(2).double())
 
 
 @pytest.mark.parametrize("positions", [0, 1])
@@ -279,7 +283,7 @@ def test_averages_across_layers(seed, sizes, positions, factors, own, others):
 
 
 def test_blocks_between_layers_are_averaged_with_their_units_weights():
-    """By the definition: A = sum_t C_t A_t C_t of unit trace per unit, the scale sqrt(s_l s_l') put back."""
+    """By the definition: A = sum_t C_t A_t C_t with A_t of unit trace per unit, times sqrt(s_l s_l')."""
     columns, rows, own, others = (3, 2), (2, 2), 0.7, 0.3
     draw = Draw(5, groups=1)
     a, b = (joint(draw, columns, rows, 0) for _ in range(2))
@@ -287,12 +291,14 @@ def test_blocks_between_layers_are_averaged_with_their_units_weights():
     for ours, first, second in zip(averaged.terms, a.terms, b.terms, strict=True):
         at = [(slice(0, 3), slice(0, 2)), (slice(3, 5), slice(2, 4))]
         traces = [[(t.left[0, c, c].trace(), t.right[0, r, r].trace()) for c, r in at] for t in (first, second)]
-        shares = [[w * a * h for a, h in each] for w, each in zip((own, others), traces, strict=True)]
-        sizes = [one + other for one, other in zip(*shares, strict=True)]
+        weighted = list(zip((own, others), traces, strict=True))
+        shares = [[w * (a * h).sqrt() for a, h in each] for w, each in weighted]
+        totals = [one + other for one, other in zip(*shares, strict=True)]
+        sizes = [sum(w * each[l][0] * each[l][1] for w, each in weighted) for l in range(2)]
         for (l, (c, r)), (k, (d, s)) in itertools.product(enumerate(at), enumerate(at)):
             left = right = 0
             for t, term in enumerate((first, second)):
-                p = (shares[t][l] / sizes[l] * shares[t][k] / sizes[k]).sqrt()
+                p = (shares[t][l] / totals[l] * shares[t][k] / totals[k]).sqrt()
                 left = left + p * term.left[0, c, d] / (traces[t][l][0] * traces[t][k][0]).sqrt()
                 right = right + p * term.right[0, r, s] / (traces[t][l][1] * traces[t][k][1]).sqrt()
             found = torch.kron(ours.left[0, c, d].contiguous(), ours.right[0, r, s].contiguous())

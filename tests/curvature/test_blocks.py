@@ -89,13 +89,15 @@ def test_average_of_corrected_blocks_is_the_diagonal_of_the_sum_in_the_new_basis
     basis = torch.stack([torch.kron(averaged.left[g], averaged.right[g]) for g in range(GROUPS)])
     total = 0.75 * a.dense() + 0.25 * b.dense()
     torch.testing.assert_close(vec(averaged.scales), (basis.mT @ total @ basis).diagonal(dim1=1, dim2=2))
-    # The basis is that of the partial traces of the two products of factors.
-    left = sum(
-        weight * c.right_values.sum(1)[:, None, None] * (c.left @ torch.diag_embed(c.left_values) @ c.left.mT)
-        for weight, c in ((0.75, a), (0.25, b))
+    # The basis is that of the average of the two products of factors.
+    both = (
+        Kronecker((Term(*((u * v[:, None]) @ u.mT for u, v in ((c.left, c.left_values), (c.right, c.right_values)))),))
+        for c in (a, b)
     )
-    found = averaged.left @ torch.diag_embed(averaged.left_values) @ averaged.left.mT
-    torch.testing.assert_close(found * averaged.right_values.sum(1)[:, None, None], left)
+    (factors,) = next(both).average(next(both), 0.75, 0.25).terms
+    for side, found in (("left", factors.left), ("right", factors.right)):
+        vectors, values = getattr(averaged, side), getattr(averaged, f"{side}_values")
+        torch.testing.assert_close(vectors * values[:, None] @ vectors.mT, found)
 
 
 def test_roots_stay_roots_only_while_they_are_cheaper():
