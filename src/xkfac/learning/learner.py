@@ -210,18 +210,39 @@ class Learner:
         last call, with several of them in `loss`, or where one read a BN's statistics with gradients disabled.
         Raises NotFiniteError some steps after the penalty has ceased to be finite.
         """
+        penalty = self._penalty_at(loss, share)
+        self._guard.see(penalty)
+        source, target = self._factors(share)
+        if self.balance is None:
+            return torch.add(target * loss, penalty, alpha=source)
+        self._rebalance(loss)
+        return penalty * source + loss * target  # type: ignore[no-any-return]
+
+    def objective_(self, loss: Tensor, scale: float | Tensor | None = None) -> Tensor:
+        """Turn `loss` into the objective in place and return it, for loops that call `loss.backward()` themselves.
+
+        A callback of a framework often sees the loss right before the backward pass and cannot give it another one.
+        scale: what the mean loss of the batch was multiplied by before, and the objective is too: 1 / k for one of k
+        batches per optimizer step, times `scaler.get_scale()` of a gradient scaler. The gradients are those of
+        `scale * objective(mean loss)`. What was derived from `loss` before this call stays without the penalty.
+
+        Raises what `objective` does.
+        """
+        penalty = self._penalty_at(loss, scale)
+        self._guard.see(penalty)
+        source, target = self._factors()
+        if self.balance is not None:
+            self._rebalance(loss if scale is None else loss / scale)
+        return loss.mul_(target).add_(penalty * (source if scale is None else source * scale))
+
+    def _penalty_at(self, loss: Tensor, share: float | Tensor | None) -> Tensor:
+        """Return L_s for the forward pass that gave `loss`, after the checks of a step."""
         self._check_step(loss)
         penalty = self._penalty_of(loss)
         self.last_penalty = penalty.detach()
         if not torch.compiler.is_compiling():
             self._guard.watch_backward(penalty, share)
-            self._guard.see(penalty)
-        source, target = self._factors(share)
-        if self.balance is None:
-            return torch.add(target * loss, penalty, alpha=source)
-        objective: Tensor = penalty * source + loss * target
-        self._rebalance(loss)
-        return objective
+        return penalty
 
     def backward(self, loss: Tensor, share: float | None = None) -> None:
         """Do what `objective(loss, share).backward()` does, in fewer operations, for steps that wait for launches.

@@ -55,7 +55,7 @@ class StepGuard:
         leaves = (weight for weight in weights if weight.is_leaf and weight.requires_grad)
         self._accumulation = Accumulation(next(leaves, None))
 
-    def watch_backward(self, penalty: Tensor, share: float | None) -> None:
+    def watch_backward(self, penalty: Tensor, share: float | Tensor | None) -> None:
         """Look at gradients when the backward pass of a penalty comes, unless the share of a step is given."""
         accumulation = self._accumulation
         if share is None and accumulation.looks and penalty.requires_grad:
@@ -75,6 +75,8 @@ class StepGuard:
 
         Raises NotFiniteError for one that is not finite any more.
         """
+        if torch.compiler.is_compiling():
+            return
         if self._fused is not None and not self._monitor.is_finite(penalty, self._fused.undamped):
             raise self._diverged()
 
