@@ -27,6 +27,7 @@ from xkfac.learning.balance import Balance
 from xkfac.learning.calibrator import calibrate
 from xkfac.learning.learner import Learner
 from xkfac.memory import Memory, consolidate
+from xkfac.model.likelihood import Categorical
 from xkfac.penalty.implicit import Implicit
 
 CHECKPOINT_SECONDS = 10.0
@@ -175,6 +176,7 @@ class JobRun:
             strength=self._strength(),
             bn_momentum=line.bn_momentum,
             balance=self._balance,
+            penalty_every=1,  # the same numbers on every device
         ) as learner:
             begun = {"begun": True, "balance": self._balance.state_dict() if self._balance else None}
             learner.load_state_dict(begun)
@@ -293,7 +295,13 @@ class JobRun:
         graph = self._device.type == "cuda"
         if self.memory is None:
             self.memory = consolidate(
-                self.model, loader, self.method, exclude=self.sequence.exclude, seed=seed, graph=graph
+                self.model,
+                loader,
+                self.method,
+                likelihood=Categorical(self.line.temperature),
+                exclude=self.sequence.exclude,
+                seed=seed,
+                graph=graph,
             )
             if self.line.calibrated:
                 held_out = self._batches(self.sequence.fixed(stage.task, "validation"), stage)
