@@ -66,9 +66,15 @@ def hostile():
     return replace(run, recipe=recipe, provenance={HOSTILE: HOSTILE, "list": [HOSTILE]})
 
 
-def test_the_page_says_it_all(tmp_path):
-    run = made_up.small()
-    text, page = written([run], tmp_path)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The folder, the text and the elements of the page of one run."""
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, *written([made_up.small()], folder)
+
+
+def test_the_page_says_it_all(plain):
+    run, (_, text, page) = made_up.small(), plain
     assert "After 10 tasks, XK-FAC is at 92.00" in page.text
     assert re.search(r"98\.50\s±\s0\.71", page.text)
     assert "the extended curvature" in page.text
@@ -84,14 +90,14 @@ def test_the_page_says_it_all(tmp_path):
     assert text.count("(best)") == 4
 
 
-def test_links_lead_to_files(tmp_path):
-    _, page = written([made_up.small()], tmp_path)
+def test_links_lead_to_files(plain):
+    folder, _, page = plain
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(set(ids)) == len(ids)
     links = [attributes["href"] for attributes in page.all("a")]
     assert len(links) == 4 + 1 + 3 * 4
     for link in links:
-        assert link[1:] in ids if link.startswith("#") else (tmp_path / link).is_file()
+        assert link[1:] in ids if link.startswith("#") else (folder / link).is_file()
 
 
 @pytest.mark.parametrize("runs", [[made_up.small()], [hostile()]], ids=["plain", "hostile"])

@@ -15,7 +15,8 @@ from xkfac.experiments import JobsFailed, RunError, load_recipe, results, resume
 from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.provenance import provenance
 from xkfac.experiments.recipes.recipe import RecipeError
-from xkfac.experiments.runs.folder import NotWritten, RunFolder
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job_folder import NotWritten
 from xkfac.experiments.runs.progress import RunStatus
 from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.running import Worker

@@ -282,14 +282,15 @@ def test_choices_are_made_where_source_and_test_pictures_are_gone(pictures, tmp_
         Tuner(run, "prepare")
     with pytest.raises(DataError):
         Tuner(run, "measure")
-    real = ImageTasks._parts
+    real = ImageTasks._examples
 
-    def parts(self, task):
+    def examples(self, task, part, **options):
         assert self.tasks[task] == "new"
-        return real(self, task)
+        assert part != "test"
+        return real(self, task, part, **options)
 
     with monkeypatch.context() as only:
-        only.setattr(ImageTasks, "_parts", parts)
+        only.setattr(ImageTasks, "_examples", examples)
         work(run, "choose")
     for path, content in hidden.items():
         path.write_bytes(content)

@@ -29,7 +29,7 @@ from xkfac.experiments.files import check_path, replace_file
 from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.pretrainer import Pretraining, PretrainingError, Trainer, accuracy
 from xkfac.experiments.networks.weights import save_source
-from xkfac.experiments.provenance import provenance
+from xkfac.experiments.provenance import device_of, provenance
 
 CHECKPOINT = "xkfac-pretraining"
 
@@ -79,7 +79,7 @@ def pretrain(
     Raises PretrainingError when the file is there already, a checkpoint beside it is of other settings or data, the
     loss is not finite, or the pictures do not fit on the device.
     """
-    settings, path, place = settings or Pretraining(), Path(weights), _place(device)
+    settings, path, place = settings or Pretraining(), Path(weights), device_of(device, PretrainingError)
     _check_target(path)
     name = data if isinstance(data, str) else "pictures"
     if isinstance(data, str):
@@ -189,20 +189,6 @@ def _write(path: Path, text: str) -> None:
         raise PretrainingError(
             f"'{path}' could not be written ({error.strerror}); free space there, and the same call goes on"
         ) from None
-
-
-def _place(device: str | torch.device) -> torch.device:
-    if str(device) == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        place = torch.device("meta")
-    if place.type not in ("cpu", "cuda"):
-        raise PretrainingError(f"device is '{device}'; it must be auto, cpu or cuda")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise PretrainingError("device is 'cuda', but torch sees no GPU; use the cpu, or install a CUDA build of torch")
-    return place
 
 
 def _check_target(path: Path) -> None:

@@ -30,18 +30,8 @@ from xkfac.experiments.files import LARGEST_TEXT, check_path, read_json, read_re
 from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.recipes.recipe import SINGLE, Recipe
 from xkfac.experiments.records import FACTS, FACTS_FREE, RECIPE_DIGEST, fault
-from xkfac.experiments.runs.job_folder import (
-    CHECKPOINT,
-    JobFolder,
-    NotWritten,
-    RunError,
-    digest_of,
-    not_written,
-    write_text,
-)
+from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError, digest_of, not_written, write_text
 from xkfac.experiments.runs.results import LineResults, RunResults
-
-__all__ = ["CHECKPOINT", "JobFolder", "NotWritten", "RunError", "RunFolder", "find_runs", "not_written", "write_text"]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from xkfac.errors import MemoryFileError, NotFiniteError
 from xkfac.experiments.data.digits import batches, stream
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Line
-from xkfac.experiments.runs.folder import JobFolder, RunError, not_written
+from xkfac.experiments.runs.job_folder import JobFolder, RunError, not_written
 from xkfac.experiments.runs.stages import Batches, JobState, Stage, stages_of
 from xkfac.experiments.runs.tasks import TaskSequence
 from xkfac.experiments.runs.training import Examples, Stepper, load_momentum, make_optimizer, momentum_of

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError, XkfacError
-from xkfac.experiments.files import LARGEST_RECORD, read_regular, reason, replace_file
+from xkfac.experiments.files import LARGEST_RECORD, read_json, read_regular, reason, replace_file
 from xkfac.experiments.recipes.recipe import Plan
-from xkfac.experiments.records import STATE, STATE_FREE, fault
+from xkfac.experiments.records import STATE, STATE_FREE, Fields, fault
 from xkfac.experiments.runs.events import Event, EventsError, job_result, parse_events
 from xkfac.experiments.runs.results import JobResult
 
@@ -191,6 +191,23 @@ def write_text(path: Path, text: str) -> None:
         replace_file(path, text.encode())
     except OSError as error:
         raise not_written(path, error) from error
+
+
+def read_record(path: Path, fields: Fields, free: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Return the table in a file, None if there is no file; `free` fields may be missing.
+
+    Raises RunError when it is damaged.
+    """
+    try:
+        found: dict[str, Any] = read_json(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunError(f"'{path}' cannot be read ({reason(error)}); remove it to have it made again") from None
+    wrong = fault(found, fields, free)
+    if wrong is not None:
+        raise RunError(f"'{path}' is damaged: {wrong}; remove it to have it made again")
+    return found
 
 
 def _numbered(folder: Path, name: str) -> list[tuple[int, Path]]:

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.recipes.recipe import Line, Recipe
-from xkfac.experiments.runs.folder import JobFolder, RunFolder
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job_folder import JobFolder
 from xkfac.experiments.runs.results import JobResult
 
 

@@ -19,10 +19,11 @@ import torch
 
 from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.files import at_home, check_path
-from xkfac.experiments.provenance import provenance
+from xkfac.experiments.provenance import device_of, provenance
 from xkfac.experiments.recipes.parsing import load_recipe, parse_recipe
 from xkfac.experiments.recipes.recipe import SINGLE, Recipe
-from xkfac.experiments.runs.folder import JobFolder, NotWritten, RunError, RunFolder
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError
 from xkfac.experiments.runs.results import RunResults
 from xkfac.experiments.runs.run_data import load_run_data
 
@@ -60,7 +61,7 @@ def start(
     if lines:
         made = made.only(lines)
     check_path(folder)  # before data is read, which can take long
-    place = place_of(device)
+    place = device_of(device, RunError)
     where = data or os.environ.get("XKFAC_DATA")
     facts = checked(made, where, place, download=download, told=show is not None)
     run = RunFolder.create(Path(folder), made, facts)
@@ -125,16 +126,6 @@ def resume(folder: str | Path, *, jobs: int | None = None, show: Show | None = N
 def results(folder: str | Path) -> RunResults:
     """Return what a run has measured so far."""
     return RunFolder.open(Path(folder)).results()
-
-
-def place_of(device: str) -> torch.device:
-    """Return the device of a run by its name, `cpu`, `cuda` or `auto`."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise RunError(f"device is '{device}'; it must be auto, cpu or cuda")
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise RunError("device is 'cuda', but torch sees no GPU; use --device cpu, or install a CUDA build of torch")
-    return torch.device("cuda" if available and device != "cpu" else "cpu")
 
 
 @dataclass(eq=False)

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError
-from xkfac.experiments.files import read_json, reason
 from xkfac.experiments.recipes.recipe import SINGLE, Line
-from xkfac.experiments.records import CHOICE, MEASURED, MEASURED_FREE, OUTCOME, Fields, fault
-from xkfac.experiments.runs.folder import JobFolder, RunError, RunFolder, not_written, write_text
+from xkfac.experiments.records import CHOICE, MEASURED, MEASURED_FREE, OUTCOME
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job_folder import JobFolder, RunError, not_written, read_record, write_text
 
 WEIGHTS = "xkfac-weights"
 CHOICE_COLUMNS = ("line", "seed", "task", "lr", "damping", "validation", "runner-up", "why")
@@ -121,6 +121,19 @@ class Choice:
             margin = best.validation - second.validation
             return f"best of {self.trials}, by {margin:.2f} points{lost}"
         return f"as good as the next of {self.trials}, with the {_tie(best, second)}{lost}"
+
+
+def choice_cells(record: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a choice, as `choices.json` has it, under `CHOICE_COLUMNS`."""
+
+    def written(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    second = record["runner_up"]
+    if second is not None:
+        second = f"{written(second['validation'], '.2f')} ({GridPoint(second['lr'], second['damping'])})"
+    values = [written(record[key], form) for key, form in (("lr", "g"), ("damping", "g"), ("validation", ".2f"))]
+    return [record["line"], str(record["seed"]), record["task"], *values, second or "-", record["why"]]
 
 
 def _tie(best: TrialResult, second: TrialResult) -> str:
@@ -362,20 +375,3 @@ def remove(*paths: Path) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def read_record(path: Path, fields: Fields, free: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Return the table in a file, None if there is no file; `free` fields may be missing.
-
-    Raises RunError when it is damaged.
-    """
-    try:
-        found: dict[str, Any] = read_json(path)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise RunError(f"'{path}' cannot be read ({reason(error)}); remove it to have it made again") from None
-    wrong = fault(found, fields, free)
-    if wrong is not None:
-        raise RunError(f"'{path}' is damaged: {wrong}; remove it to have it made again")
-    return found

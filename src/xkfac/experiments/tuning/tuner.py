@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
 from xkfac.experiments.recipes.recipe import SINGLE
-from xkfac.experiments.runs.folder import RunError, RunFolder, not_written
+from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
+from xkfac.experiments.runs.job_folder import RunError, not_written
 from xkfac.experiments.runs.run_data import PartName, RunData, load_run_data
 from xkfac.experiments.runs.tasks import TaskSequence
 from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision

@@ -22,13 +22,15 @@ from typing import Any
 import torch
 
 from xkfac.experiments.files import check_path
+from xkfac.experiments.provenance import device_of
 from xkfac.experiments.recipes.parsing import load_recipe
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
-from xkfac.experiments.runs.folder import RunError, RunFolder, not_written, write_text
-from xkfac.experiments.runs.running import JobsFailed, Worker, checked, place_of
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job_folder import RunError, not_written, write_text
+from xkfac.experiments.runs.running import JobsFailed, Worker, checked
 from xkfac.experiments.tuning.points import Point
 from xkfac.experiments.tuning.status import TuningDisplay, TuningStatus
-from xkfac.experiments.tuning.trials import Choice, grid_of, tuned_jobs
+from xkfac.experiments.tuning.trials import Choice, choice_cells, grid_of, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
 
 __all__ = ["Chosen", "TuningDisplay", "TuningStatus", "chosen", "go_on", "tune"]
@@ -60,10 +62,7 @@ class Chosen:
 
     def cells(self) -> list[str]:
         """Return the cells of its row in a table."""
-        best, second = self.choice.chosen, self.choice.runner_up
-        values = ("-", "-", "-") if best is None else (f"{best.lr:g}", _number(best.damping), _percent(best.validation))
-        other = "-" if second is None else f"{_percent(second.validation)} ({second.point})"
-        return [self.line, str(self.seed), self.task, *values, other, self.choice.why]
+        return choice_cells(self.to_dict())
 
 
 def tune(
@@ -98,7 +97,7 @@ def tune(
             raise RunError(f"'{path}' holds another run, not the tuning of this recipe; choose another folder")
     else:
         where = data or os.environ.get("XKFAC_DATA")
-        facts = checked(made, where, place_of(device), download=download, told=show is not None)
+        facts = checked(made, where, device_of(device, RunError), download=download, told=show is not None)
         facts["tuning"] = {"scatter": scatter}
         run = _created(path, made, facts)
     return go_on(run, jobs=jobs, show=show)
@@ -204,11 +203,3 @@ def _points(run: RunFolder) -> Iterator[Point]:
                 best = choice.chosen is not None and number == choice.chosen.number
                 damping = math.nan if point.damping is None else point.damping
                 yield Point(choice.task, job.line.label, job.line.balance, point.lr, damping, **row, chosen=best)
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"
