@@ -1,5 +1,9 @@
 """A small network with data of two tasks, and the plain training loop that adapters are compared with."""
 
+import functools
+import re
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -57,3 +61,13 @@ def same_memory(one, other, rtol=1e-4):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
     for (_, found), (_, expected) in zip(one.curvature.tensors(), other.curvature.tensors(), strict=True):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-5 * float(expected.abs().max()))
+
+
+def run_page(name, names, monkeypatch):
+    """Run the first block of Python of a how-to page, of which at most six lines are not the framework's own."""
+    quick = functools.partial(xkfac.calibrate, rounds=1, steps=16)
+    monkeypatch.setattr(xkfac, "calibrate", quick)
+    page = Path(__file__).parents[2] / "docs" / "how-to" / f"{name}.md"
+    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert sum("xkfac" in line.lower() or "memory" in line for line in code.splitlines()) <= 6
+    exec(code, names)

@@ -1,9 +1,7 @@
 """The Lightning callback does what the plain loop does, in every way that Lightning has to train."""
 
 import copy
-import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +9,10 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import xkfac
-from tests.integrations.small import bare_loop, batches, examples, network, same_memory, same_network
+from tests.integrations.small import bare_loop, batches, examples, network, run_page, same_memory, same_network
 
 L = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
 from xkfac.integrations.lightning import XKFACCallback  # noqa: E402
-
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "lightning.md"
 
 
 class Module(L.LightningModule):
@@ -168,3 +164,162 @@ def test_resuming_equals_an_unbroken_fit(source, tmp_path, saved):
     same_network(found, expected, 0, 0)
     same_memory(callback.memory, unbroken.memory, 0)
     torch.testing.assert_close(callback.learner.balance.state_dict(), unbroken.learner.balance.state_dict())
+
+
+class OfThisProcess(Module):
+    """A module whose processes have different batches, and leave what they have learnt in a folder."""
+
+    folder = None
+
+    def train_dataloader(self):
+        return loader(1 + self.global_rank)
+
+    def on_fit_end(self):
+        (callback,) = (one for one in self.trainer.callbacks if isinstance(one, XKFACCallback))
+        torch.save((self.state_dict(), callback.memory), self.folder / str(self.global_rank))
+
+
+def two_processes(module, memory, epochs):
+    """Return what DDP does, in one process: gradients are averaged, buffers are those of process 0."""
+    learner = xkfac.Learner(module, memory)
+    loaders = [batches(1), batches(2)]
+    learner.begin([*loaders[0], *loaders[1]])
+    optimizer = module.configure_optimizers()
+    module.train()
+    for pairs in list(zip(*loaders, strict=True)) * epochs:
+        buffers = {}
+        for x, y in pairs:
+            before = copy.deepcopy(dict(module.named_buffers()))
+            learner.objective(F.cross_entropy(module(x), y), share=0.5).backward()
+            buffers = buffers or copy.deepcopy(dict(module.named_buffers()))
+            module.load_state_dict(before, strict=False)
+        module.load_state_dict(buffers, strict=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    learner.close()
+
+
+def test_two_processes(source, tmp_path):
+    net, memory = source
+    module = OfThisProcess(copy.deepcopy(net))
+    module.folder = tmp_path
+    options = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False, "limit_val_batches": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(callbacks=[XKFACCallback(memory)], **options).fit(module)
+    (found, after), (other, other_after) = (torch.load(tmp_path / name, weights_only=False) for name in "01")
+    expected = Module(copy.deepcopy(net))
+    two_processes(expected, memory, 2)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found[name], other[name])
+    assert after.tasks == 2
+    same_memory(after, other_after, 0)
+
+
+class Scaled(Module):
+    """A module that changes its batches after they came to its device, as augmentation on a GPU does."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return 3 * x, y
+
+
+def test_the_task_begins_with_the_batches_that_training_sees(source):
+    net, memory = source
+    seen = []
+
+    class Start(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            seen.append(copy.deepcopy(module.state_dict()))
+
+    fitted(net, memory, Scaled, callbacks=[Start()], max_epochs=1)
+    expected = Module(copy.deepcopy(net))
+    learner = xkfac.Learner(expected, memory)
+    learner.begin([(3 * x, y) for x, y in batches(1)])
+    torch.testing.assert_close(seen[0], dict(expected.state_dict()))
+
+
+def test_a_loader_with_persistent_workers_keeps_its_batches(source):
+    net, memory = source
+    target = loader(num_workers=1, persistent_workers=True)
+    found, _ = fitted(net, memory, target=target, max_epochs=2)
+    expected, _ = by_hand(net, memory)
+    same_network(found, expected)
+
+
+def test_limits_and_several_loaders(source):
+    net, memory = source
+    callback = fitted(net, memory, limit_train_batches=2)[1]
+    half = Module(copy.deepcopy(net))
+    same_memory(callback.memory, bare_loop(half, memory, batches(1)[:2]))
+    with pytest.raises(xkfac.XkfacError, match="several training loaders; pass XKFACCallback"):
+        fitted(net, memory, target={"a": loader(), "b": loader()})
+    together = {"a": loader(), "b": loader()}
+
+    class Both(Module):
+        def training_step(self, batch, index):
+            return super().training_step(batch["a"], index)
+
+    found, _ = fitted(net, memory, Both, target=together, callback_options={"loader": batches(1)})
+    same_network(found, by_hand(net, memory)[0])
+
+
+def test_an_interrupted_fit_leaves_no_hooks(source):
+    net, memory = source
+    module = Module(net)
+    with pytest.raises(RuntimeError, match="killed"):
+        trainer(callbacks=[XKFACCallback(memory), Killed(2)]).fit(module, loader(), loader())
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
+
+
+def test_one_callback_learns_several_tasks(source):
+    net, memory = source
+    module, callback = Module(net), XKFACCallback(memory)
+    for seed in (1, 2):
+        trainer(callbacks=[callback]).fit(module, loader(seed), loader())
+    assert callback.memory.tasks == 3
+
+
+def test_the_older_package_name(source):
+    older = pytest.importorskip("pytorch_lightning", reason="needs pytorch-lightning")
+
+    class Older(older.LightningModule):
+        forward, training_step = Module.forward, Module.training_step
+        configure_optimizers = Module.configure_optimizers
+
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+    net, memory = source
+    module, callback = Older(copy.deepcopy(net)), XKFACCallback(memory)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="pytorch_lightning")
+        older.Trainer(max_epochs=2, accelerator="cpu", callbacks=[callback], **options).fit(module, loader())
+    expected, after = by_hand(net, memory)
+    same_network(module, expected)
+    same_memory(callback.memory, after)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_lines_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = Module(network())
+    start = copy.deepcopy(module)
+    names = {"L": L, "module": module, "held_out_source_loader": batches(0), "target_loader": loader()}
+    run_page("lightning", names, monkeypatch)
+    after = xkfac.Memory.load("both.safetensors", module)
+    assert after.calibration is not None
+    same_memory(after, bare_loop(start, names["memory"], batches(1)))
+    same_network(module, start)
+
+
+def test_calibration_after_a_fit(source):
+    net, memory = source
+    module, callback = fitted(net, memory)
+    loader_of_both = [*batches(0), *batches(1)]
+    scale = xkfac.calibrate(module, callback.memory, loader_of_both, rounds=1, steps=16).calibration.scale
+    same = xkfac.calibrate(Module(module.net), callback.memory, loader_of_both, rounds=1, steps=16).calibration.scale
+    assert scale == same

@@ -1,4 +1,4 @@
-"""Adapters for training frameworks, one module per framework, which needs the extra of the same name.
+"""Adapters for other frameworks, one module each, which need the extra of the same name.
 
-A framework's trainer and a memory come in; a trainer that protects what the network knows, and the next memory, go out.
+A framework's own objects come in, and calls of this library go out; nothing here is imported by `import xkfac`.
 """

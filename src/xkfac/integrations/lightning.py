@@ -1,4 +1,4 @@
-"""Lightning: a `Callback` that protects what a module knows while it learns the training set; the module stays as is."""
+"""Lightning: a `Callback` that protects what a module knows while it learns; the module stays as it is."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from xkfac.errors import XkfacError
 from xkfac.learning.learner import Learner
@@ -90,30 +90,36 @@ class XKFACMixin:
         num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the objective of a training step, and the plain loss of an evaluation."""
-        loss, outputs = super().compute_loss(  # type: ignore[misc]
-            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch, **kwargs
-        )
-        if self.learner is not None and model.training and torch.is_grad_enabled():
-            loss = self._objective(self.learner, loss, num_items_in_batch)
+        """Return the objective of a training step, and the plain loss of an evaluation.
+
+        In training the model is not given `num_items_in_batch`, which some models ignore: its loss is the mean over the
+        batch, and the batch's share of the items is a factor of the objective.
+        """
+        if self.learner is None or not model.training or not torch.is_grad_enabled():
+            kwargs["num_items_in_batch"] = num_items_in_batch
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)  # type: ignore[misc]
+        share = self._share(inputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)  # type: ignore[misc]
+        loss = self.learner.objective(loss, share)
         return (loss, outputs) if return_outputs else loss
 
-    def _objective(self: Any, learner: Learner, loss: Tensor, num_items_in_batch: Any) -> Tensor:
-        """Return the objective in the scale of the loss: of a micro-batch, or already of its share of the step."""
+    def _share(self: Any, inputs: Any, num_items_in_batch: Any) -> float:
+        """Return the part of an optimizer step that a batch is, unless the Trainer itself divides the loss."""
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        if scaled is None:
-            scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-            scaled = scaled or self.compute_loss_func is not None
-        if not scaled:
-            return learner.objective(loss, share=1.0)  # the Trainer divides the whole by the number of micro-batches
+        if scaled is None:  # the rule of the Trainer
+            scaled = num_items_in_batch is not None or self.compute_loss_func is not None
         passes = self.current_gradient_accumulation_steps
-        return learner.objective(loss * passes, share=1 / passes)
+        if not scaled or passes == 1:
+            return 1.0
+        if num_items_in_batch is None:
+            return 1 / passes
+        return float(self._get_num_items_in_batch([inputs], self.args.device) / num_items_in_batch)
 
 
 class _Moments(TrainerCallback):  # type: ignore[misc]
     """Tells the mixin when training begins and when a checkpoint was written."""
 
-    def __init__(self: Any, trainer: XKFACMixin) -> None:
+    def __init__(self, trainer: XKFACMixin) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
