@@ -108,7 +108,7 @@ class XKFACMixin:
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if scaled is None:  # the rule of the Trainer
             scaled = num_items_in_batch is not None or self.compute_loss_func is not None
-        passes = self.current_gradient_accumulation_steps
+        passes: int = self.current_gradient_accumulation_steps
         if not scaled or passes == 1:
             return 1.0
         if num_items_in_batch is None:
