@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.setups import Everything, bare, data, randomise
+from tests.helpers.setups import Everything, bare, data, randomise
 from xkfac import METHODS, Balance, Calibration, Learner, consolidate
 from xkfac.errors import NotFiniteError, XkfacWarning
 from xkfac.learning.divergence import INTERVAL

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import xkfac
-from tests.setups import data, mlp, target
+from tests.helpers.setups import data, mlp, target
 from xkfac.model import passes
 from xkfac.model.merged_weight import recentre
 
