@@ -1,6 +1,8 @@
 """The Lightning callback does what the plain loop does, in every way that Lightning has to train."""
 
 import copy
+import importlib
+import sys
 import warnings
 
 import pytest
@@ -281,8 +283,12 @@ def test_one_callback_learns_several_tasks(source):
     assert callback.memory.tasks == 3
 
 
-def test_the_older_package_name(source):
+def test_the_older_package_name(source, monkeypatch):
     older = pytest.importorskip("pytorch_lightning", reason="needs pytorch-lightning")
+    for name in ("lightning.pytorch", "xkfac.integrations.lightning"):
+        monkeypatch.delitem(sys.modules, name)
+    callback_class = importlib.import_module("xkfac.integrations.lightning").XKFACCallback
+    assert issubclass(callback_class, older.Callback)
 
     class Older(older.LightningModule):
         forward, training_step = Module.forward, Module.training_step
@@ -293,7 +299,7 @@ def test_the_older_package_name(source):
             self.net = net
 
     net, memory = source
-    module, callback = Older(copy.deepcopy(net)), XKFACCallback(memory)
+    module, callback = Older(copy.deepcopy(net)), callback_class(memory)
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="pytorch_lightning")

@@ -55,8 +55,15 @@ def batches(seed, size=4, number=22):
 def arguments(folder, **options):
     quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
     plain = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "use_cpu": True}
-    order = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 4, "num_train_epochs": 2}
-    return transformers.TrainingArguments(output_dir=str(folder), **{**quiet, **plain, **order, **options})
+    amount = {"per_device_train_batch_size": 4, "num_train_epochs": 2}
+    return transformers.TrainingArguments(output_dir=str(folder), **{**quiet, **plain, **amount, **options})
+
+
+@pytest.fixture
+def _in_order(monkeypatch):
+    """Let a Trainer take its examples as they come."""
+    sampler = torch.utils.data.SequentialSampler
+    monkeypatch.setattr(transformers.Trainer, "_get_train_sampler", lambda self, *_: sampler(self.train_dataset))
 
 
 def bare_loop(model, memory, passes, by_items):
@@ -80,6 +87,7 @@ def bare_loop(model, memory, passes, by_items):
     return learner.finish(loader)
 
 
+@pytest.mark.usefixtures("_in_order")
 @pytest.mark.parametrize(("make", "passes"), [(resnet, 1), (resnet, 2), (convnext, 2), (vit, 2)])
 def test_training_equals_the_plain_loop(make, passes, tmp_path):
     model = make()
@@ -111,7 +119,7 @@ def test_resuming_equals_an_unbroken_training(tmp_path):
     memory = xkfac.consolidate(model, batches(0), draws=2)
 
     def trainer(**options):
-        shuffled = {"train_sampling_strategy": "random", "gradient_accumulation_steps": 2, "seed": 3}
+        shuffled = {"gradient_accumulation_steps": 2, "seed": 3}
         saved = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 3}
         return XKFACTrainer(
             copy.deepcopy(model),
@@ -151,6 +159,7 @@ def test_without_bn_it_is_kfac(make):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.usefixtures("_in_order")
 @pytest.mark.filterwarnings("ignore")
 def test_the_lines_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
@@ -14,13 +16,15 @@ from xkfac.errors import XkfacError
 from xkfac.learning.learner import Learner
 from xkfac.memory import Memory
 
+# Lightning has two names, each with a Callback of its own: take the one that the user has imported.
+_LOADED = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 try:
-    from lightning.pytorch import Callback
-except ImportError:
-    try:
+    if _LOADED or find_spec("lightning") is None:
         from pytorch_lightning import Callback
-    except ImportError as error:
-        raise ImportError(f"{error}; install Lightning by: pip install 'xkfac[lightning]'") from error
+    else:
+        from lightning.pytorch import Callback
+except ImportError as error:
+    raise ImportError(f"{error}; install Lightning by: pip install 'xkfac[lightning]'") from error
 
 
 class XKFACCallback(Callback):  # type: ignore[misc]
