@@ -275,6 +275,19 @@ def test_an_interrupted_fit_leaves_no_hooks(source):
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_search_for_a_learning_rate_learns_nothing(source, tmp_path):
+    net, memory = source
+    module, callback = Module(copy.deepcopy(net)), XKFACCallback(memory)
+    module.lr = 0.05
+    searching = trainer(callbacks=[callback], default_root_dir=tmp_path)
+    L.tuner.Tuner(searching).lr_find(module, loader(), num_training=4, update_attr=False)
+    assert callback.memory is memory
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
+    searching.fit(module, loader(), loader(2))
+    same_network(module, by_hand(net, memory)[0])
+
+
 def test_one_callback_learns_several_tasks(source):
     net, memory = source
     module, callback = Module(net), XKFACCallback(memory)
