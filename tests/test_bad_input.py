@@ -6,7 +6,7 @@ from torch import nn
 
 import xkfac
 from tests.helpers.setups import data, mlp, target
-from xkfac.model.merged_weight import recentre
+from xkfac.model.recentre import recentre
 
 
 def empirical(labels, likelihood="categorical", net=None, first=None, **options):

@@ -11,8 +11,9 @@ import xkfac
 from tests.helpers.memories import assert_equal
 from tests.helpers.setups import Everything, data, mlp, move, randomise, target
 from xkfac.curvature.blocks import Diagonal
-from xkfac.model.merged_weight import INTERPRETATIONS, bind, recentre
+from xkfac.model.merged_weight import INTERPRETATIONS, bind
 from xkfac.model.passes import norms_of
+from xkfac.model.recentre import recentre
 from xkfac.model.renorm import _BatchRenorm
 from xkfac.model.units import Unit
 

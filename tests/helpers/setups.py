@@ -111,7 +111,7 @@ def started(model=None, method="xkfac", *, made=None, **options):
     """Return (model, learner), the task begun on `target()`, the model in training mode and away from the anchor."""
     model = mlp() if model is None else model
     memory = xkfac.consolidate(model, data(), method, **(made or {}))
-    learner = xkfac.Learner(model, memory, **options)
+    learner = xkfac.Learner(model, memory, **{"penalty_every": 1, **options})
     learner.begin(target())
     move(model)
     return model.train(), learner
@@ -144,3 +144,9 @@ def bare(model):
         module._forward_hooks.clear()
         vars(module).pop("forward", None)
     return model
+
+
+def leave_side_stream(learner, beside=False):
+    """Have a learner evaluate its penalty after the forward pass instead of beside it, unless `beside`."""
+    if not beside and learner._step._hook is not None:
+        learner._step._hook.remove()

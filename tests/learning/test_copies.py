@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers.setups import data, mlp, started, target
+from tests.helpers.setups import data, leave_side_stream, mlp, started, target
 from xkfac import BatchRenorm1d, Learner, consolidate
 from xkfac.model.merged_weight import INTERPRETATIONS
 
@@ -29,15 +29,15 @@ def penalised_gradients(model, learner, between):
 
 
 @pytest.mark.parametrize("no_grad", [False, True])
-@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("bn", NETWORKS)
 @pytest.mark.parametrize("interpretation", INTERPRETATIONS)
-def test_a_copy_that_runs_between_changes_no_bit_of_a_step(interpretation, bn, branches, no_grad, monkeypatch):
-    monkeypatch.setattr(Learner, "_branches", branches)
+def test_a_copy_that_runs_between_changes_no_bit_of_a_step(interpretation, bn, beside, no_grad):
     found = []
     for copied in (False, True):
         torch.manual_seed(0)
         model, learner = started(mlp(NETWORKS[bn]), interpretation=interpretation)
+        leave_side_stream(learner, beside)
         other = copy.deepcopy(model)
 
         def run(other=other, copied=copied):

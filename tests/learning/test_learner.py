@@ -193,7 +193,7 @@ def test_close_and_the_context_manager_remove_hooks():
     model = mlp()
     memory = consolidate(model, data())
     learner = Learner(model, memory)
-    assert hooks(model) == 2
+    assert hooks(model) == 3
     learner.close()
     learner.close()
     assert hooks(model) == 0

@@ -21,7 +21,7 @@ def test_an_open_learner_does_not_change_a_curvature(net, options):
     expected = xkfac.consolidate(model, batches, draws=2)
     with xkfac.Learner(model, memory, **changes) as learner:
         found = xkfac.consolidate(model, batches, draws=2)
-        assert not learner._watch.readings
+        assert not learner._step.readings.readings
     for (name, one), (_, other) in zip(found.curvature.tensors(), expected.curvature.tensors(), strict=True):
         assert torch.equal(one, other), name
 

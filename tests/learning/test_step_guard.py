@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers.setups import data, gradients, mlp, move, started, target
+from tests.helpers.setups import data, gradients, leave_side_stream, mlp, move, started, target
 from xkfac import Balance, Calibration, Learner, consolidate
 from xkfac.errors import MismatchError, NotFiniteError, XkfacError, XkfacWarning
 from xkfac.learning.divergence import INTERVAL
@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_one_number_is_refused(call):
     ):
         with pytest.raises(XkfacError, match=message):
             getattr(learner, call)(loss)
-        learner._watch.forget()
+        learner._step.readings.clear()
     model(x)
     learner.objective(F.cross_entropy(model(x), y))
 
@@ -285,11 +285,11 @@ def diverging(lr=3.0, strength=1e4, call="objective", **options):
     return model, learner, step
 
 
-@pytest.mark.parametrize("branches", [True, False])
+@pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("call", ["objective", "backward"])
-def test_training_that_diverges_is_told_with_the_learning_rate_that_is_stable(call, branches, monkeypatch):
-    monkeypatch.setattr(Learner, "_branches", branches)
+def test_training_that_diverges_is_told_with_the_learning_rate_that_is_stable(call, beside):
     model, learner, step = diverging(call=call)
+    leave_side_stream(learner, beside)
     limit = learner.stable_lr()
     start = copy.deepcopy(model.state_dict())
     message = f"the steps are too long for it, since SGD diverges above a learning rate of {limit:.2g} "
@@ -349,7 +349,9 @@ def test_a_penalty_beyond_the_radius_is_told_once_per_task_and_can_be_read(radiu
     assert learner.over_radius < 1e-3 or radius == 0
     move(model)
     model[1].momentum = model[4].momentum = 0.0
-    moves = {name: one.merged_weight().detach() - learner.memory.anchor[name] for name, one in learner._bound.items()}
+    moves = {
+        name: one.merged_weight().detach() - learner.memory.anchor[name] for name, one in learner._step.bound.items()
+    }
     undamped = learner.memory.curvature.quadratic(moves).item()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,7 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import xkfac
-from tests.helpers.setups import Skipping, bare, data, gradients, mlp, move, randomise, started, target
+from tests.helpers.setups import (
+    Skipping,
+    bare,
+    data,
+    gradients,
+    leave_side_stream,
+    mlp,
+    move,
+    randomise,
+    started,
+    target,
+)
 from xkfac import Balance, Learner, consolidate
 from xkfac.errors import XkfacError
 from xkfac.model.merged_weight import INTERPRETATIONS
@@ -23,7 +34,7 @@ METHODS = ["xkfac", "unmerged", "fixed-bn", "ewc"]
 def twin(model, learner, **options):
     """Return a copy of model and learner in the same state, the copy without hooks but its own."""
     other = bare(copy.deepcopy(model))
-    new = Learner(other, learner.memory, **options)
+    new = Learner(other, learner.memory, **{"penalty_every": 1, **options})
     new.load_state_dict({"begun": True, "balance": None})
     return other, new
 
@@ -53,8 +64,9 @@ def test_a_compiled_model(method):
 
 @pytest.mark.parametrize("interpretation", INTERPRETATIONS)
 def test_a_compiled_step(interpretation):
+    """It evaluates the penalty every time, also where the interval could be longer."""
     torch._dynamo.reset()
-    model, learner = started(interpretation=interpretation)
+    model, learner = started(interpretation=interpretation, penalty_every=None)
     other, eager = twin(model, learner, interpretation=interpretation)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -62,7 +74,7 @@ def test_a_compiled_step(interpretation):
         return learner.objective(F.cross_entropy(model(x), y))
 
     assert not learner.state_dict()["stepped"]
-    for x, y in target():
+    for x, y in target(count=6):
         model.zero_grad()
         value = objective(x, y)
         value.backward()
@@ -286,7 +298,7 @@ def test_a_block_that_is_skipped_is_penalised_with_its_population_statistics():
     _, found = gradients(model, learner)
     scale = model.block[1].weight / torch.sqrt(model.block[1].running_var + model.block[1].eps)
     anchor = learner.memory.anchor["block.0"]
-    bound = learner._bound["block.0"]
+    bound = learner._step.bound["block.0"]
     displacement = bound.merged_weight().detach() - anchor
     product = learner.memory.curvature.blocks["block.0"].product(displacement) + 1e-4 * displacement
     wanted = learner.importance[0] * product[0, :, :-1] * scale[:, None]
@@ -411,7 +423,7 @@ def test_a_forward_pass_that_the_loss_does_not_depend_on_does_not_count(alive):
     model, learner = started()
     other, eager = twin(model, learner)
     skipped = [net(target()[1][0]) for net in (model, other)]
-    eager._watch.forget()
+    eager._step.readings.clear()
     if not alive:
         skipped.clear()
     assert_same(gradients(model, learner)[1], gradients(other, eager)[1], 1e-7)
@@ -419,10 +431,10 @@ def test_a_forward_pass_that_the_loss_does_not_depend_on_does_not_count(alive):
 
 @pytest.mark.parametrize("interpretation", INTERPRETATIONS)
 @pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize("branches", [True, False])
-def test_passes_without_gradients_do_not_count_beside_the_one_with(interpretation, after, branches, monkeypatch):
-    monkeypatch.setattr(Learner, "_branches", branches)
+@pytest.mark.parametrize("beside", [True, False])
+def test_passes_without_gradients_do_not_count_beside_the_one_with(interpretation, after, beside):
     model, learner = started(interpretation=interpretation)
+    leave_side_stream(learner, beside)
     other, eager = twin(model, learner, interpretation=interpretation)
     (x, y), (z, _), *_ = target()
     if not after:

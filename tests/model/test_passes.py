@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import xkfac
 from xkfac.errors import XkfacError
-from xkfac.model.merged_weight import recentre
 from xkfac.model.passes import batches, device_of, norms_of, set_mode, untouched, unwrap
+from xkfac.model.recentre import recentre
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,9 @@ from torch import nn
 from tests.helpers.setups import randomise
 from xkfac import to_renorm
 from xkfac.errors import UnitError, XkfacError
-from xkfac.model.merged_weight import anchor_of, recentre
+from xkfac.model.merged_weight import anchor_of
 from xkfac.model.passes import norms_of
+from xkfac.model.recentre import recentre
 from xkfac.model.units import find_units
 
 

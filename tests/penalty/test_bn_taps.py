@@ -118,7 +118,7 @@ def test_handles_take_the_gradient_in_the_statistics(device, layout, gamma, alon
         wanted = torch.stack([-scale * changes[0], -0.5 * scale * reading.inverse.detach().square() * changes[1]])
     loss = (reading.mean * wanted[0] + reading.var * wanted[1]).sum() + (0 if alone else (output * gradient).sum())
     (reference,) = torch.autograd.grad(loss, h, retain_graph=True)
-    given = [*zip(reading.handles, changes, strict=True), *([] if alone else [(output, gradient)])]
+    given = [*zip(reading.placeholders, changes, strict=True), *([] if alone else [(output, gradient)])]
     (found,) = torch.autograd.grad([a for a, _ in given], h, [b for _, b in given])
     torch.testing.assert_close(found, reference, rtol=1e-9, atol=1e-12)
     assert reference.abs().max() > 1e-3 or gamma == 0

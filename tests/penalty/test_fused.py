@@ -12,7 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xkfac
 from tests.helpers.penalties import CURVATURES, DAMPING, Problem, assert_same_gradients, central_difference, gradients
-from tests.helpers.setups import Alike, Everything, Skipping, data, mlp, move, randomise, started, target
+from tests.helpers.setups import (
+    Alike,
+    Everything,
+    Skipping,
+    data,
+    leave_side_stream,
+    mlp,
+    move,
+    randomise,
+    started,
+    target,
+)
 from xkfac import Balance, Learner, estimate
 from xkfac.curvature.blocks import Diagonal, KhatriRao, Kronecker, Term, eigenbasis
 from xkfac.curvature.operator import Curvature
@@ -238,8 +249,8 @@ def test_a_later_call_does_not_change_the_gradients_of_an_earlier_one():
 
 def test_population_statistics_are_those_of_before_the_forward_pass():
     model, learner = started(mlp(), damping=0.1)
-    reference = {name: one.merged_weight() for name, one in learner._bound.items()}
-    wanted = learner._penalty(reference).detach()
+    reference = {name: one.merged_weight() for name, one in learner._step.bound.items()}
+    wanted = learner._step.quadratic(reference).detach()
     before = model[1].running_mean.clone()
     model(target()[0][0])
     assert not torch.equal(model[1].running_mean, before)
@@ -248,7 +259,7 @@ def test_population_statistics_are_those_of_before_the_forward_pass():
 
 def test_never_negative_in_the_null_space():
     model, learner = started(made={"kind": "kfac"}, damping=0.0)
-    for block in learner._penalty.curvature.blocks.values():
+    for block in learner._step.quadratic.curvature.blocks.values():
         for term in block.terms:
             term.right.zero_()
             term.right.diagonal(dim1=1, dim2=2).fill_(-1e-9)
@@ -315,16 +326,16 @@ def test_a_renormalized_net_and_mixed_eps_agree_with_autograd_in_single_precisio
     model, learner = started(mlp(lambda size: BatchRenorm1d(size, eps=1e-5 * size, warmup=0, r_steps=1, d_steps=1)))
     x = target()[0][0]
     model(x)
-    readings = dict(learner._watch.readings)
-    wanted = learner._penalty({n: one.merged_weight(readings.get(n)) for n, one in learner._bound.items()})
+    readings = dict(learner._step.readings.readings)
+    wanted = learner._step.quadratic({n: one.merged_weight(readings.get(n)) for n, one in learner._step.bound.items()})
     torch.testing.assert_close(learner.penalty(), wanted)
 
 
-def trained(monkeypatch, branches, steps):
-    """Return the learner and the state of a network after some steps with a branch or without."""
-    monkeypatch.setattr(Learner, "_branches", branches)
+def trained(beside, steps):
+    """Return which steps used the side stream, and the state of a network after some steps with it or without."""
     torch.manual_seed(0)
     model, learner = started(randomise(Skipping()))
+    leave_side_stream(learner, beside)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     covered = []
     for place, (x, y) in enumerate(target(count=steps)):
@@ -332,16 +343,16 @@ def trained(monkeypatch, branches, steps):
         if place == 2:
             model(x)
         loss = F.cross_entropy(model.head(model.first(x)) if place == 3 else model(x), y)
-        covered.append(learner._branch is not None and learner._branch.covers(learner._watch.readings))
+        covered.append(learner._step._side.covers(learner._step.readings.readings))
         optimizer.zero_grad()
         learner.objective(loss).backward()
         optimizer.step()
     return covered, model.state_dict()
 
 
-def test_a_branch_changes_no_number_and_is_left_where_a_bn_was_not_read_since_its_fork(monkeypatch):
-    covered, found = trained(monkeypatch, True, 6)
-    nothing, wanted = trained(monkeypatch, False, 6)
+def test_a_side_stream_changes_no_number_and_is_left_where_a_bn_was_not_read_since_its_start():
+    covered, found = trained(True, 6)
+    nothing, wanted = trained(False, 6)
     assert covered == [True, False, True, False, True, True]
     assert not any(nothing)
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
@@ -356,38 +367,36 @@ def test_a_branch_changes_no_number_and_is_left_where_a_bn_was_not_read_since_it
         ("xkfac", {}, lambda: mlp(BatchRenorm1d)),
     ],
 )
-def test_there_is_no_branch_where_the_penalty_needs_activations(monkeypatch, method, options, net):
-    monkeypatch.setattr(Learner, "_branches", True)
-    assert started(net(), method, **options)[1]._branch is None
-    assert started()[1]._branch is not None
+def test_there_is_no_side_stream_where_the_penalty_needs_activations(method, options, net):
+    assert started(net(), method, **options)[1]._step._side is None
+    assert started()[1]._step._side is not None
 
 
 @pytest.mark.parametrize("method", ["own-bn", "ewc"])
-def test_a_branch_of_parameters_alone_is_left_where_they_changed_since_its_fork(monkeypatch, method):
+def test_a_side_stream_of_parameters_alone_is_left_where_they_changed_since_its_start(method):
     results = []
-    for branches in (False, True):
-        monkeypatch.setattr(Learner, "_branches", branches)
+    for beside in (False, True):
         torch.manual_seed(0)
         model, learner = started(mlp(), method)
+        leave_side_stream(learner, beside)
         x, y = target()[0]
         covered = []
         for change in (False, True, False):
             loss = F.cross_entropy(model(x), y)
             if change:
                 move(model)
-            covered.append(learner._branch is not None and learner._branch.covers(learner._watch.readings))
+            covered.append(learner._step._side.covers(learner._step.readings.readings))
             learner.backward(loss.detach().requires_grad_() if change else loss)
             move(model)
-        assert covered == [branches, False, branches]
-        assert not branches or not learner._branch.covers({})  # used up
+        assert covered == [beside, False, beside]
+        assert not learner._step._side.covers({})  # used up
         results.append((learner.last_penalty, [parameter.grad for parameter in model.parameters()]))
     assert results[0][0] > 0
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-def step_of(build, method, options, branches, monkeypatch):
+def step_of(build, method, options, beside):
     """Return the gradients of two steps in a row by `backward`, by `objective`, and by the penalty in its own words."""
-    monkeypatch.setattr(Learner, "_branches", branches)
     batches = [(x.double(), y) for x, y in target(count=2)]
     results = []
     for way in ("backward", "objective", "reference"):
@@ -397,6 +406,7 @@ def step_of(build, method, options, branches, monkeypatch):
         made = {name: value for name, value in options.items() if name != "balance"}
         memory = xkfac.consolidate(model, [(x.double(), y) for x, y in data()], method)
         learner = Learner(model, memory, damping=0.1, importance=(0.7, 0.4), strength=2.0, balance=balance, **made)
+        leave_side_stream(learner, beside)
         learner.begin(recentre=False)
         move(model.train())
         values = []
@@ -407,10 +417,10 @@ def step_of(build, method, options, branches, monkeypatch):
             elif way == "objective":
                 learner.objective(loss).backward()
             else:
-                read, _ = learner._watch.taken()
-                weights = {name: one.merged_weight(read.get(name)) for name, one in learner._bound.items()}
-                learner.last_penalty = learner._penalty(weights)
-                source, aim = learner._factors()
+                read = learner._step.readings.take()
+                weights = {name: one.merged_weight(read.get(name)) for name, one in learner._step.bound.items()}
+                learner.last_penalty = learner._step.quadratic(weights)
+                source, aim = learner._factors(None)
                 (source * learner.last_penalty + aim * loss).backward()
                 learner.last_penalty = learner.last_penalty.detach()
                 if balance is not None:
@@ -420,7 +430,7 @@ def step_of(build, method, options, branches, monkeypatch):
     return results
 
 
-@pytest.mark.parametrize("branches", [True, False])
+@pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize(
     ("build", "method", "options"),
     [
@@ -437,8 +447,8 @@ def step_of(build, method, options, branches, monkeypatch):
         (mlp, "kfac", {}),
     ],
 )
-def test_a_backward_pass_at_once_is_that_of_the_objective(build, method, options, branches, monkeypatch):
-    found, objective, reference = step_of(build, method, options, branches, monkeypatch)
+def test_a_backward_pass_at_once_is_that_of_the_objective(build, method, options, beside):
+    found, objective, reference = step_of(build, method, options, beside)
     assert all(value > 1e-3 for value in found[0])
     for other in (objective, reference):
         torch.testing.assert_close(found[0], other[0], rtol=1e-10, atol=1e-12)
@@ -516,9 +526,8 @@ def test_where_channels_lie_last_in_memory_numbers_are_the_same_and_no_weight_is
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("branches", [True, False])
-def test_a_backward_pass_at_once_on_a_gpu_is_that_on_the_cpu(branches, monkeypatch):
-    monkeypatch.setattr(Learner, "_branches", branches)
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_backward_pass_at_once_on_a_gpu_is_that_on_the_cpu(beside):
     results = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -526,7 +535,8 @@ def test_a_backward_pass_at_once_on_a_gpu_is_that_on_the_cpu(branches, monkeypat
         memory = xkfac.consolidate(model, [(x.double(), y) for x, y in data(2, 8, (2, 7, 7))])
         move(model.train())
         model.to(device)
-        learner = Learner(model, memory, damping=0.1)
+        learner = Learner(model, memory, damping=0.1, penalty_every=1)
+        leave_side_stream(learner, beside)
         learner.load_state_dict({"begun": True, "balance": None})
         for x, y in target(count=3, shape=(2, 7, 7)):
             learner.backward(F.cross_entropy(model(x.double().to(device)), y.to(device)))
@@ -534,8 +544,7 @@ def test_a_backward_pass_at_once_on_a_gpu_is_that_on_the_cpu(branches, monkeypat
     torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-10)
 
 
-def test_a_learner_that_refuses_a_network_leaves_no_hook_on_it(monkeypatch):
-    monkeypatch.setattr(Learner, "_branches", True)
+def test_a_learner_that_refuses_a_network_leaves_no_hook_on_it():
     model = mlp()
     memory = xkfac.consolidate(model, data())
     model[4] = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model[4])

@@ -45,7 +45,7 @@ def hessian(learner, parameter):
     """The Hessian of L_s in one parameter where its W~ is linear in it, population statistics held."""
 
     def penalty():
-        return learner._penalty({name: one.merged_weight() for name, one in learner._bound.items()})
+        return learner._step.quadratic({name: one.merged_weight() for name, one in learner._step.bound.items()})
 
     columns, step = [], 1.0
     for place in range(parameter.numel()):

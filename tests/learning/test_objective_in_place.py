@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import xkfac
-from tests.setups import Everything, bare, data, mlp, move, randomise, target
+from tests.helpers.setups import Everything, bare, data, mlp, move, randomise, target
 from xkfac import Balance, Learner, XkfacError, consolidate
 
 
