@@ -13,8 +13,7 @@ from xkfac.experiments.files import LARGEST_RECORD, read_json, reason
 from xkfac.experiments.records import CHOSEN, POINT, Fields, fault
 from xkfac.experiments.report.markup import counted, table, text
 from xkfac.experiments.runs.results import RunResults
-from xkfac.experiments.tuning.points import Point
-from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, choice_cells
+from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, Point, choice_cells
 
 _FEW = 24  # rows that a page shows without being asked
 

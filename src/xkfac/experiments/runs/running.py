@@ -130,10 +130,10 @@ def results(folder: str | Path) -> RunResults:
 
 @dataclass(eq=False)
 class Worker:
-    """A process that runs jobs, and the job that it is on."""
+    """A process that does what messages ask for, and the message that it is on."""
 
     process: subprocess.Popen[str]
-    job: JobFolder | None = None
+    message: dict[str, Any] | None = None
 
     @classmethod
     def start(cls, lock: int, threads: int, module: str = "xkfac.experiments.runs.worker") -> Worker:
@@ -155,19 +155,15 @@ class Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return cls(process)
 
-    def give(self, run: RunFolder, job: JobFolder) -> None:
-        """Hand out a job."""
-        self.job = job
-        self.send({"run": str(run.path), "line": job.line, "seed": job.seed})
-
     def send(self, message: dict[str, Any]) -> None:
         """Say what is to be done."""
         assert self.process.stdin is not None
+        self.message = message
         with contextlib.suppress(BrokenPipeError):  # its end is seen when its answer is awaited
             self.process.stdin.write(json.dumps(message) + "\n")
 
     def answer(self) -> str | None:
-        """Return the error of the job that has ended, None if there was none."""
+        """Return the error of what has ended, None if there was none."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if line:
@@ -199,18 +195,28 @@ def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
     with run.locked() as lock:
         waiting = [job for job in run.jobs() if not job.result().done]
         count = min(jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads), len(waiting))
-        failures: dict[JobFolder, str] = {}
+        failures: list[tuple[dict[str, Any], str]] = []
+
+        def employ() -> Worker:
+            return Worker.start(lock, run.recipe.threads)
+
+        def shown(messages: list[dict[str, Any]]) -> None:
+            if show is not None:
+                show(run, [run.job(message["line"], message["seed"]) for message in messages])
+
         for group in _in_turn(run, waiting):
-            failures |= _hand_out(run, group, min(count, len(group)), lock, show)
+            messages = [{"run": str(run.path), "line": job.line, "seed": job.seed} for job in group]
+            failures += hand_out(messages, min(count, len(group)), employ, shown)
         try:
             run.collect()
         except NotWritten:
             if not failures:  # else what failed first is what is said
                 raise
     if failures:
-        first, text = next(iter(failures.items()))
+        first, text = failures[0]
         raise JobsFailed(
-            f"{len(failures)} of {len(waiting)} jobs failed; the first, '{first.line}' with seed {first.seed}: {text}"
+            f"{len(failures)} of {len(waiting)} jobs failed; the first, '{first['line']}' with seed {first['seed']}: "
+            f"{text}"
         )
     return run.results()
 
@@ -224,11 +230,17 @@ def _in_turn(run: RunFolder, waiting: list[JobFolder]) -> list[list[JobFolder]]:
     return [first, [job for job in waiting if job not in first]]
 
 
-def _hand_out(
-    run: RunFolder, waiting: list[JobFolder], count: int, lock: int, show: Show | None
-) -> Iterator[tuple[JobFolder, str]]:
-    """Run jobs in `count` processes; yield those that failed, with the reason."""
-    waiting = list(waiting)
+def hand_out(
+    messages: Sequence[dict[str, Any]],
+    count: int,
+    start_worker: Callable[[], Worker],
+    show: Callable[[list[dict[str, Any]]], None],
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Have `count` processes do what messages ask for; yield those that failed, with the reason.
+
+    show: is called about twice a second with the messages that processes are on.
+    """
+    waiting = list(messages)
     workers: list[Worker] = []
     with selectors.DefaultSelector() as ready, contextlib.ExitStack() as ending:
 
@@ -236,26 +248,25 @@ def _hand_out(
             if not waiting:
                 return
             if worker is None or not worker.alive:
-                worker = Worker.start(lock, run.recipe.threads)
+                worker = start_worker()
                 ending.callback(worker.stop)
                 workers.append(worker)
                 ready.register(_stdout(worker), selectors.EVENT_READ, worker)
-            worker.give(run, waiting.pop(0))
+            worker.send(waiting.pop(0))
 
         for _ in range(count):
             employ(None)
-        while any(worker.job for worker in workers):
+        while any(worker.message for worker in workers):
             for key, _ in ready.select(timeout=0.5):
                 worker: Worker = key.data
-                job, error = worker.job, worker.answer()
-                worker.job = None
+                message, error = worker.message, worker.answer()
+                worker.message = None
                 if not worker.alive:
                     ready.unregister(_stdout(worker))
-                if job is not None and error is not None:
-                    yield job, error
+                if message is not None and error is not None:
+                    yield message, error
                 employ(worker)
-            if show is not None:
-                show(run, [worker.job for worker in workers if worker.job is not None])
+            show([worker.message for worker in workers if worker.message is not None])
 
 
 def _stdout(worker: Worker) -> Any:

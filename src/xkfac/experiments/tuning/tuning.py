@@ -7,12 +7,10 @@ next task begins. What the run folder then holds is a normal run, with the chose
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import secrets
-import selectors
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,10 +25,9 @@ from xkfac.experiments.recipes.parsing import load_recipe
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import RunError, not_written, write_text
-from xkfac.experiments.runs.running import JobsFailed, Worker, checked
-from xkfac.experiments.tuning.points import Point
+from xkfac.experiments.runs.running import JobsFailed, Worker, checked, hand_out
 from xkfac.experiments.tuning.status import TuningDisplay, TuningStatus
-from xkfac.experiments.tuning.trials import Choice, choice_cells, grid_of, tuned_jobs
+from xkfac.experiments.tuning.trials import Choice, Point, choice_cells, grid_of, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
 
 __all__ = ["Chosen", "TuningDisplay", "TuningStatus", "chosen", "go_on", "tune"]
@@ -156,22 +153,16 @@ def _phase(run: RunFolder, phase: Phase, jobs: int | None, lock: int, show: Show
     open_jobs = [job for job in tuned_jobs(run) if not phase_done(job, phase)]
     pieces = sum(len(grid_of(job.line)) if phase == "choose" else 1 for job in open_jobs)
     count = min(jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads), pieces)
-    errors: list[str] = []
-    with selectors.DefaultSelector() as ready, contextlib.ExitStack() as ending:
-        for _ in range(count):
-            worker = Worker.start(lock, run.recipe.threads, "xkfac.experiments.tuning.tuner")
-            ending.callback(worker.stop)
-            assert worker.process.stdout is not None
-            ready.register(worker.process.stdout, selectors.EVENT_READ, worker)
-            worker.send({"run": str(run.path), "phase": phase})
-        while ready.get_map():
-            for key, _ in ready.select(timeout=0.5):
-                error = key.data.answer()
-                errors += [] if error is None else [error]
-                ready.unregister(key.fileobj)
-            if show is not None:
-                show(TuningStatus.of(run, phase))
-    return errors
+
+    def employ() -> Worker:
+        return Worker.start(lock, run.recipe.threads, "xkfac.experiments.tuning.tuner")
+
+    def shown(_: object) -> None:
+        if show is not None:
+            show(TuningStatus.of(run, phase))
+
+    messages = [{"run": str(run.path), "phase": phase}] * count
+    return [error for _, error in hand_out(messages, count, employ, shown)]
 
 
 def chosen(run: RunFolder) -> list[Chosen]:
