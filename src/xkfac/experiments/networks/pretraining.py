@@ -118,8 +118,8 @@ class _Job:
         self.trainer = Trainer(net, parts.train, settings)
         self.history: list[Epoch] = []
         self._checkpoint = path.with_name(f"{path.stem}.checkpoint.safetensors")
-        told = {**asdict(settings), "task": task, "pictures": _digest(parts)}
-        self._told: dict[str, Any] = json.loads(json.dumps(told))
+        origin = {**asdict(settings), "task": task, "pictures": _digest(parts)}
+        self._origin: dict[str, Any] = json.loads(json.dumps(origin))
 
     def restore(self) -> None:
         """Take up the state of the checkpoint, if there is one."""
@@ -130,7 +130,7 @@ class _Job:
             description, tensors = storage.read(self._checkpoint, CHECKPOINT)
         except MemoryFileError as error:
             raise PretrainingError(f"the checkpoint cannot be gone on with: {error}, or {remedy}") from None
-        for field, value in self._told.items():
+        for field, value in self._origin.items():
             if description["told"].get(field) != value:
                 raise PretrainingError(
                     f"'{self._checkpoint}' is of {field} {description['told'].get(field)!r}, not {value!r}; go on with "
@@ -150,7 +150,7 @@ class _Job:
         validation = self._accuracy(self.parts.validation) if len(self.parts.validation) else None
         entry = Epoch(number + 1, self.settings.epochs, loss, validation, time.monotonic() - start)
         self.history.append(entry)
-        description = {"told": self._told, "history": [asdict(one) for one in self.history]}
+        description = {"told": self._origin, "history": [asdict(one) for one in self.history]}
         state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trainer.state().items()}
         self._written.result()
         self._written = self._writer.submit(storage.write, self._checkpoint, description, state, CHECKPOINT)
@@ -162,8 +162,8 @@ class _Job:
         known = {"data": name, "test": test, "validation": validation, "settings": asdict(self.settings)}
         known |= provenance(place, torch.get_num_threads())
         seconds = sum(entry.seconds for entry in self.history)
-        told = {**known, "seconds": seconds, "classes": self.parts.classes, "history": [*map(asdict, self.history)]}
-        _write(self.path.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
+        record = {**known, "seconds": seconds, "classes": self.parts.classes, "history": [*map(asdict, self.history)]}
+        _write(self.path.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
         save_source(self.trainer.result, self.path, self.task, known)
         self._checkpoint.unlink(missing_ok=True)
         return Pretrained(self.path, self.parts.classes, validation, test, tuple(self.history))

@@ -77,7 +77,7 @@ def epochs_of(recipe: Recipe, name: str) -> int:
     return (len(line.counts) - (recipe.images is not None)) * line.epochs
 
 
-class Watched:
+class LiveDisplay:
     """What work in progress is shown with: on a terminal lines that change in place, elsewhere one now and then.
 
     `console` None shows nothing.
@@ -118,7 +118,7 @@ class Watched:
             self._console.print(escape(head), soft_wrap=True)
 
 
-class Display(Watched):
+class Display(LiveDisplay):
     """Shows a run while it works: every job with its task, epoch and accuracy so far, and the time that is left."""
 
     def __init__(self, console: Console | None, clock: Callable[[], float] = time.monotonic) -> None:

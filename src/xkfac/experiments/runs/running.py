@@ -55,25 +55,29 @@ def start(
 
     Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run.
     """
-    if isinstance(recipe, Recipe) and settings:
-        raise RunError("settings go with the name or path of a recipe, not with a Recipe; make the changes in it")
-    made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
-    if lines:
-        made = made.only(lines)
+    made = resolved(recipe, settings, lines)
     check_path(folder)  # before data is read, which can take long
     place = device_of(device, RunError)
     where = data or os.environ.get("XKFAC_DATA")
-    facts = checked(made, where, place, download=download, told=show is not None)
+    facts = checked(made, where, place, download=download, verbose=show is not None)
     run = RunFolder.create(Path(folder), made, facts)
     return _work(run, jobs, show)
 
 
+def resolved(recipe: str | Path | Recipe, settings: Sequence[str], lines: Sequence[str]) -> Recipe:
+    """Return a recipe, loaded with settings where it is a name or path, with those lines alone that are named."""
+    if isinstance(recipe, Recipe) and settings:
+        raise RunError("settings go with the name or path of a recipe, not with a Recipe; make the changes in it")
+    made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
+    return made.only(lines) if lines else made
+
+
 def checked(
-    recipe: Recipe, data: str | Path | None, place: torch.device, *, download: bool = False, told: bool = False
+    recipe: Recipe, data: str | Path | None, place: torch.device, *, download: bool = False, verbose: bool = False
 ) -> dict[str, Any]:
     """Return the facts of a run that is about to start; a fault in recipe, data or weights shows now, not in every job.
 
-    told: say on standard error how far images are decoded, which is done once.
+    verbose: say on standard error how far images are decoded, which is done once.
     """
     data = None if data is None else at_home(data)
     parse_recipe(recipe.to_toml(), recipe.name)  # one that was made in Python has not been checked
@@ -83,7 +87,7 @@ def checked(
         torch.device("cpu"),
         download=download,
         workers=os.cpu_count() or 1,
-        progress=_decoding() if told else None,
+        progress=_decoding() if verbose else None,
     )
     for name, line in recipe.lines.items():
         try:
@@ -101,13 +105,13 @@ def checked(
 
 def _decoding() -> Callable[[int, int], None]:
     """Return a function that says now and then how many images are decoded, where that takes a while."""
-    last, told = time.monotonic(), False
+    last, said = time.monotonic(), False
 
     def tell(done: int, total: int) -> None:
-        nonlocal last, told
-        if time.monotonic() - last > 2 or (told and done == total):
+        nonlocal last, said
+        if time.monotonic() - last > 2 or (said and done == total):
             print(f"decoded {done:,} of {total:,} images", file=sys.stderr)
-            last, told = time.monotonic(), True
+            last, said = time.monotonic(), True
 
     return tell
 

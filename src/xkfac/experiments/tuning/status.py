@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.progress import Watched
+from xkfac.experiments.runs.progress import LiveDisplay
 from xkfac.experiments.tuning.trials import TunedJob, grid_of, ranked, tuned_jobs
 from xkfac.experiments.tuning.tuner import Phase, phase_done
 
@@ -56,7 +56,7 @@ def _row(job: TunedJob) -> tuple[int, tuple[str, ...]]:
     return len(outcomes), row
 
 
-class TuningDisplay(Watched):
+class TuningDisplay(LiveDisplay):
     """Shows a tuning while it works: for every job its task, how many trials have ended, and the best so far."""
 
     def show(self, status: TuningStatus) -> None:

@@ -21,11 +21,10 @@ import torch
 
 from xkfac.experiments.files import check_path
 from xkfac.experiments.provenance import device_of
-from xkfac.experiments.recipes.parsing import load_recipe
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import RunError, not_written, write_text
-from xkfac.experiments.runs.running import JobsFailed, Worker, checked, hand_out
+from xkfac.experiments.runs.running import JobsFailed, Worker, checked, hand_out, resolved
 from xkfac.experiments.tuning.status import TuningDisplay, TuningStatus
 from xkfac.experiments.tuning.trials import Choice, Point, choice_cells, grid_of, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
@@ -84,8 +83,7 @@ def tune(
     Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run, and
     JobsFailed when something failed on the way.
     """
-    made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
-    made = made.only(lines) if lines else made
+    made = resolved(recipe, settings, lines)
     _check_tunable(made)
     path = check_path(folder)
     if (path / "run.json").exists():
@@ -94,7 +92,7 @@ def tune(
             raise RunError(f"'{path}' holds another run, not the tuning of this recipe; choose another folder")
     else:
         where = data or os.environ.get("XKFAC_DATA")
-        facts = checked(made, where, device_of(device, RunError), download=download, told=show is not None)
+        facts = checked(made, where, device_of(device, RunError), download=download, verbose=show is not None)
         facts["tuning"] = {"scatter": scatter}
         run = _created(path, made, facts)
     return go_on(run, jobs=jobs, show=show)
