@@ -92,7 +92,7 @@ class Memory:
         """Return the memory of one task more: H <- ls * H + lt * H_t for weights (ls, lt), anchored at `model`.
 
         Two terms become one Kronecker product that has the trace of their weighted sum (see
-        `xkfac.averaging`), or with `keep_all` all terms are kept; a unit of one side alone counts zero on the other.
+        `curvature.averaging`), or with `keep_all` all are kept; a unit of one side alone counts zero on the other.
 
         Raises MismatchError when a unit was found in another shape, or made of other parts, than before.
         """
@@ -270,9 +270,7 @@ def estimate_for(method: Method, model: nn.Module, loader: Iterable[Any], **opti
         rows = tuple(Row(name, "-", "unprotected", parameter.numel()) for name, parameter in named)
         return Estimate(Curvature({}), Coverage((), rows), 0)
     options["exclude"] = excluded_by(method, model, options.get("exclude") or ())
-    return estimate(
-        model, loader, **asdict(method.settings), merge=method.merge, per_parameter=method.per_parameter, **options
-    )
+    return estimate(model, loader, method.settings, merge=method.merge, per_parameter=method.per_parameter, **options)
 
 
 def excluded_by(method: Method, model: nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:

@@ -173,10 +173,11 @@ def of_images(net, images, levels, form):
     """Return the terms of a net's first unit from its images, and from their patches written out."""
     (unit, *_) = find_units(net, images[0]).units
     ours, theirs, patches = Moments("unit", levels, form), Moments("unit", levels, form), Patches(unit)
+    take = ours.images(patches)
     for image in images:
         x = unit_inputs(unit, image, image.dtype)
         g = torch.randn(*x.shape[:3], unit.shape[1]).double()
-        ours.add_images(patches.image(image, image.dtype), patches)
+        take(patches.image(image, image.dtype))
         theirs.add_inputs(x)
         for moments in (ours, theirs):
             moments.add_gradients(g)
@@ -244,8 +245,9 @@ def test_deviations_of_images_are_exact_far_from_the_origin():
     for levels in GROUPINGS.values():
         (unit,) = find_units(net, images[0]).units
         moments, exact, patches = Moments("a", levels, "mean"), Moments("b", levels, "mean"), Patches(unit)
+        take = moments.images(patches)
         for image in images:
-            moments.add_images(image, patches)
+            take(image)
             exact.add_inputs(unit_inputs(unit, image.double(), torch.double))
         ours, theirs = moments.terms(2, 16)[0].left.double(), exact.terms(2, 16)[0].left
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-4 * float(theirs.abs().max()))

@@ -24,8 +24,9 @@ are those of the population, so the last input factor is a Gram matrix of a few 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -85,7 +86,7 @@ def _over(blocks: Tensor, level: Level) -> Tensor:
     return blocks.mean(level, keepdim=True) if level else blocks
 
 
-def _sums(g: Tensor, levels: tuple[Level, ...]) -> list[Tensor]:
+def level_sums(g: Tensor, levels: tuple[Level, ...]) -> list[Tensor]:
     """Return the sums of g over the blocks of every level, each from those of the level before."""
     sums = [g]
     for level in levels[1:]:
@@ -94,7 +95,7 @@ def _sums(g: Tensor, levels: tuple[Level, ...]) -> list[Tensor]:
 
 
 def _beside(passes: Sequence[Tensor]) -> Tensor:
-    return passes[0] if len(passes) == 1 else torch.cat(passes, 1)
+    return passes[0] if len(passes) == 1 else torch.cat(list(passes), 1)
 
 
 def _blocks(tensor: Tensor) -> int:
@@ -158,20 +159,22 @@ class Moments:
         coarse = self._add_means(means[1:], examples, positions)
         self._left[0].add(x - coarse[0] if coarse else x)
 
-    def add_images(self, image: Tensor, patches: Patches) -> None:
-        """Take the inputs of one batch as the patches of an image [N, C, ...], written out only where they must be."""
+    def images(self, patches: Patches) -> Callable[[Tensor], None]:
+        """Return what takes the inputs of a batch as images [N, C, ...], of which x are the patches."""
         if self.population or self.levels == KFAC:
-            if self._deviations is None:
-                self._deviations = Deviations(self.name, patches, self.levels)
-            self._deviations.add(image)
-        elif self.levels[1] == LOCATION:
-            if self._images is None:
-                self._images = PatchGram(patches)
-            mean = image.mean(0, keepdim=True)
-            self._images.add(image - mean)
-            self._left[1].add(patches.unrolled(mean), len(image))
-        else:
-            self.add_inputs(patches.unrolled(image))
+            self._deviations = Deviations(self.name, patches, self.levels)
+            return self._deviations.add
+        if self.levels[1] == LOCATION:
+            self._images = PatchGram(patches)
+            return partial(self._add_centred, patches)
+        return lambda image: self.add_inputs(patches.unrolled(image))
+
+    def _add_centred(self, patches: Patches, image: Tensor) -> None:
+        """Take images from the mini-batch's means by location."""
+        assert self._images is not None
+        mean = image.mean(0, keepdim=True)
+        self._images.add(image - mean)
+        self._left[1].add(patches.unrolled(mean), len(image))
 
     def _add_means(self, means: list[Tensor], examples: int, positions: int) -> list[Tensor]:
         """Take the means of the levels but the first; return them, the last from the population in the mean form."""
@@ -217,7 +220,7 @@ class Moments:
 
     def _add_gradients(self, passes: list[Tensor], draw: Draw) -> None:
         """Take the gradients of backward passes; of several there is one position an example, and no mean is taken."""
-        sums = [_beside(level) for level in zip(*(_sums(g, self.levels) for g in passes), strict=True)]
+        sums = [_beside(level) for level in zip(*(level_sums(g, self.levels) for g in passes), strict=True)]
         counts = [1 if self.population else _blocks(a) // _blocks(b) for a, b in pairwise(sums)]
         self._add_squares(sums, [*counts, 1], draw, [1.0] * len(sums))
 

@@ -12,7 +12,7 @@ processes have it once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xkfac.curvature.blocks import Term, root_term
-from xkfac.curvature.moments import ONE, Draw, Form, Level, Moments, _sums
+from xkfac.curvature.input_moments import Level
+from xkfac.curvature.moments import ONE, Draw, Form, Moments, level_sums
 from xkfac.curvature.patches import Patches
 from xkfac.curvature.processes import Layout, Processes
 from xkfac.errors import XkfacError
@@ -140,12 +141,11 @@ class SharedMoments(Moments):
         coarse = self._add_means(means, x.shape[1], x.shape[2])
         self._left[0].add(x - coarse[0] if coarse else x)
 
-    def add_images(self, image: Tensor, patches: Patches) -> None:
-        """Take the inputs of a part of a batch as the patches of an image [n, C, ...]."""
+    def images(self, patches: Patches) -> Callable[[Tensor], None]:
+        """Return what takes images, as `Moments` does; means of a whole mini-batch need their patches written out."""
         if self.coupling is None or self.population or len(self.levels) == 1:
-            super().add_images(image, patches)
-        else:
-            self.add_inputs(patches.unrolled(image))
+            return super().images(patches)
+        return lambda image: self.add_inputs(patches.unrolled(image))
 
     def _mean(self, x: Tensor, level: Level) -> Tensor:
         if 1 not in level:
@@ -159,7 +159,7 @@ class SharedMoments(Moments):
             super().add_gradients(g, draw)
             return
         across = [1 in level for level in self.levels]
-        own = zip(_sums(g, self.levels), across, strict=True)
+        own = zip(level_sums(g, self.levels), across, strict=True)
         sums = [self.coupling.total(part) if one else part for part, one in own]
         blocks = [self._blocks(g, level) for level in self.levels]
         counts = [1 if self.population else fine // coarse for fine, coarse in pairwise(blocks)]
