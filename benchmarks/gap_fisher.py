@@ -228,32 +228,32 @@ class Dense:
 
 
 class Stiff:
-    """The directions of largest curvature of a penalty F: U [P, k], orthonormal, and the values s [k] of U^T F U."""
+    """The directions of largest curvature of a penalty F: U [k, P], orthonormal, and the diagonal s [k] of U F U^T."""
 
     def __init__(self, start: Tensor) -> None:
-        self.basis, self.values = start, start.new_zeros(start.shape[1])
+        self.basis, self.values = start, start.new_zeros(len(start))
 
     def update(self, penalty: KroneckerSum | Dense) -> None:
         """Follow a penalty that has changed, by a few steps of subspace iteration from the directions of before."""
-        basis = self.basis
+        columns = self.basis.mT
         with tensor_cores():
             for _ in range(3):
-                basis = torch.linalg.qr(penalty.products(basis)).Q
-            inner = basis.mT @ penalty.products(basis)
+                columns = torch.linalg.qr(penalty.products(columns)).Q
+            inner = columns.mT @ penalty.products(columns)
             self.values, rotation = torch.linalg.eigh((inner + inner.mT) / 2)
-            self.basis = (basis @ rotation).contiguous()
+            self.basis = rotation.mT @ columns.mT
 
     def product(self, v: Tensor) -> Tensor:
-        """Return U s U^T v for v [P]."""
-        return torch.mv(self.basis, self.values * torch.mv(self.basis.mT, v))
+        """Return U^T s U v for v [P]."""
+        return torch.mv(self.basis.mT, self.values * torch.mv(self.basis, v))
 
     def damped(self, gradient: Tensor, scale: Tensor) -> Tensor:
         """Return the gradient divided by 1 + scale * s along U: steps that are stable however large s is.
 
         The weights at which the gradient vanishes stay the same.
         """
-        along = torch.mv(self.basis.mT, gradient)
-        return gradient - torch.mv(self.basis, along * (1 - 1 / (1 + scale * self.values)))
+        along = torch.mv(self.basis, gradient)
+        return gradient - torch.mv(self.basis.mT, along * (1 - 1 / (1 + scale * self.values)))
 
 
 def _add_gram(matrix: Tensor, rows: Tensor) -> None:

@@ -28,7 +28,7 @@ def fisher():
 
 @pytest.fixture
 def gap():
-    return importlib.import_module("gap")
+    return importlib.import_module("gap_sequence")
 
 
 def setting(gap, fisher, norm="none"):
@@ -77,7 +77,7 @@ def test_stiff_directions_are_eigenvectors(gap, fisher):
     net, x, shape, flat = setting(gap, fisher)
     dense = fisher.Dense(shape, flat)
     dense.extend(fisher.TaskFisher(shape, flat, x.__getitem__, 12))
-    stiff = fisher.Stiff(torch.randn(shape.count, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    stiff = fisher.Stiff(torch.randn(6, shape.count, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     for _ in range(100):
         stiff.update(dense)
     values, vectors = torch.linalg.eigh(brute(net, x, shape))
@@ -154,7 +154,7 @@ def test_pull_is_the_gradient_of_the_quadratics(gap, fisher, row):
     """Finite differences of the sum over tasks, every task around its own weights, or all around the latest."""
     x = torch.rand(20, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     part = gap.Part(x, torch.arange(20) % 10)
-    job = gap.Job(row, 0, 1.0, 1, 4, 3, 0, 1, 4, 0.1, False, 0, 1, 6)
+    job = gap.Job(row, 0, 1.0, 1, 4, 3, 0, 1, 4, 0.1, False, 0, 1, 6, 1e-4)
     sequence = gap.Sequence(job, {"train": part, "validation": part, "test": part})
     for name in ("flat", "anchor", "linear", "grad", "past", "buffer"):
         setattr(sequence, name, getattr(sequence, name).double())
