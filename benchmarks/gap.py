@@ -77,6 +77,7 @@ def work(job: Job, folder: Path, device: str) -> dict[str, Any]:
     """Return the record of a job, run in this process."""
     torch.set_num_threads(1)
     if device == "cuda":
+        torch.cuda.init()
         torch.cuda.reset_peak_memory_stats()
     try:
         result = Sequence(job, data(folder, device, job.pool, job.examples)).run()

@@ -185,14 +185,28 @@ class KroneckerSum:
     def products(self, vectors: Tensor) -> Tensor:
         """Return the products with the columns of [P, k]."""
         assert self.curvature is not None
+        layers = self.shape.layers(vectors.mT)
         if self.curvature.joint is not None:
-            return torch.stack([self.product(v) for v in vectors.mT], 1)
-        pairs = zip(self.curvature.blocks.values(), self.shape.layers(vectors.mT), strict=True)
+            return torch.cat([one.flatten(1) for one in _joint_products(self.curvature.joint, layers)], 1).mT
+        pairs = zip(self.curvature.blocks.values(), layers, strict=True)
         return torch.cat([block.product(layer).flatten(1) for block, layer in pairs], 1).mT
 
 
 def _stacked(block: Kronecker) -> Term:
     return Term(torch.cat([t.left for t in block.terms]).contiguous(), torch.cat([t.right for t in block.terms]))
+
+
+def _joint_products(joint: KhatriRao, layers: Sequence[Tensor]) -> list[Tensor]:
+    """Return `joint.product` of several displacements at once, layers [k, C, D]."""
+    totals = [torch.zeros_like(layer) for layer in layers]
+    for term in joint.terms:
+        for i, (rows, columns) in enumerate(
+            zip(term.right[0].split(joint.rows), term.left[0].split(joint.columns), strict=True)
+        ):
+            blocks = zip(rows.split(joint.rows, 1), columns.split(joint.columns, 1), layers, strict=True)
+            for right, left, layer in blocks:
+                totals[i] += right @ layer @ left.mT
+    return totals
 
 
 class Dense:
