@@ -16,6 +16,7 @@ loss of past tasks, and in nothing else:
     full            the exact Fisher of all parameters, summed over tasks
     ...-own         every task's quadratic around the weights that it was learnt to; else all are around the latest
                     weights
+    ...-noise       the Fisher averaged over weights with noise, --noise times the root mean square of a layer's
     replay          the real loss of past tasks, on as many of their images as of the new task's in each step
     joint           all tasks at once, as many steps in all
     ...-long        three times as many epochs
@@ -55,6 +56,9 @@ ROWS = {
     "block": "exact Fisher of each layer",
     "full": "exact Fisher of all parameters",
     "full-own": "exact Fisher of all parameters, around each task's own weights",
+    "kron-average-noise": "Kronecker factors, averaged over tasks, averaged around the weights",
+    "full-noise": "exact Fisher of all parameters, averaged around the weights",
+    "full-noise-long": "exact Fisher of all parameters, averaged around the weights, 3x steps",
     "full-long": "exact Fisher of all parameters, 3x steps",
     "replay": "real loss of past tasks",
     "replay-long": "real loss of past tasks, 3x steps",
@@ -196,6 +200,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--damping", type=float, default=1e-4)
+    parser.add_argument("--noise", type=float, default=0.6)
     parser.add_argument("--bn", action="store_true", help="BN in the first task, frozen and folded after it")
     parser.add_argument("--fisher-rows", type=int, default=50_000, help="rows of gradients per task, 0 for all")
     parser.add_argument("--every", type=int, default=4, help="steps from one product with the slow part to the next")

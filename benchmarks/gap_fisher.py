@@ -20,6 +20,7 @@ from xkfac.curvature.blocks import KhatriRao, Kronecker, Term
 from xkfac.curvature.operator import Curvature
 
 CHUNK = 4096  # rows of gradients that are written out at once
+FEW = 512  # examples that meet the same noise
 PANEL = 8192  # rows of a dense matrix that one product reads or writes: below 2^31 numbers each
 
 
@@ -87,25 +88,40 @@ def roots(logits: Tensor) -> Tensor:
 
 @dataclass
 class TaskFisher:
-    """The Fisher of one task at the weights `flat` [P], over the examples that `take` returns for indices."""
+    """The Fisher of one task at the weights `flat` [P], over the examples that `take` returns for indices.
+
+    noise: average the Fisher over a neighbourhood of the weights. Every few examples meet other weights, with normal
+    noise of so many times the root mean square of the layer's.
+    """
 
     shape: Shape
     flat: Tensor
     take: Callable[[Tensor], Tensor]
     examples: int
-    cotangents: Callable[[Tensor], Tensor] = roots
+    noise: float = 0.0
 
-    def _chunks(self, size: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    def _layers(self) -> list[Tensor]:
+        """Return the layers, with noise drawn anew."""
+        if not self.noise:
+            return self.shape.layers(self.flat)
+        layers = self.shape.layers(self.flat.clone())
+        for layer in layers:
+            weight = layer[:, :-1]
+            weight += torch.randn_like(weight) * (self.noise * weight.square().mean().sqrt())
+        return layers
+
+    def _chunks(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """Yield inputs [n, D] and gradients [classes, n, C] of all layers."""
-        layers = self.shape.layers(self.flat)
+        size = FEW if self.noise else CHUNK
         for index in torch.arange(self.examples, device=self.flat.device).split(size):
+            layers = self._layers()
             inputs, logits = forward(layers, self.take(index))
-            yield inputs, backward(layers, inputs, self.cotangents(logits))
+            yield inputs, backward(layers, inputs, roots(logits))
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A and H of all layers together, [sum (D + 1), sum (D + 1)] and [sum C, sum C]."""
         left = right = None
-        for inputs, deltas in self._chunks(CHUNK):
+        for inputs, deltas in self._chunks():
             a = torch.cat([F.pad(one, (0, 1), value=1.0) for one in inputs], 1)
             h = torch.cat(deltas, 2).flatten(0, 1)
             left = a.mT @ a if left is None else left.addmm_(a.mT, a)
@@ -117,7 +133,7 @@ class TaskFisher:
     def norms(self) -> Tensor:
         """Return the squared norms of all rows, [classes, N]."""
         parts = []
-        for inputs, deltas in self._chunks(CHUNK):
+        for inputs, deltas in self._chunks():
             pairs = zip(inputs, deltas, strict=True)
             parts.append(torch.stack([(a.square().sum(1) + 1) * d.square().sum(2) for a, d in pairs]).sum(0))
         return torch.cat(parts, 1)
@@ -126,27 +142,39 @@ class TaskFisher:
         """Yield rows G [n, P] with F = sum G^T G: all, or `count` of them, so that the sum is right on average.
 
         A row is drawn in proportion to its squared norm and rescaled, at equal distances along the sum of all, so that
-        the trace is exact. Most examples are answered with certainty and have rows near zero.
+        the trace is exact. Most examples are answered with certainty and have rows near zero. Noise changes the norms;
+        half of the rows are then drawn at equal rates.
         """
         norms = self.norms().flatten().double()
-        if count and count < norms.numel():
-            ends = norms.cumsum(0)
-            places = (torch.arange(count, device=ends.device) + 0.5) * (ends[-1] / count)
-            chosen = torch.searchsorted(ends, places).clamp_(max=len(ends) - 1)
-            scales = (ends[-1] / (count * self.examples) / norms[chosen]).sqrt()
+        shares = norms / norms.sum()
+        if self.noise:
+            shares = (shares + 1 / len(shares)) / 2
+        if count and count < len(shares):
+            places = (torch.arange(count, device=shares.device) + 0.5) / count
+            chosen = torch.searchsorted(shares.cumsum(0), places).clamp_(max=len(shares) - 1)
+            scales = 1 / (count * self.examples * shares[chosen]).sqrt()
         else:
-            chosen = torch.arange(norms.numel(), device=norms.device)
-            scales = torch.full_like(norms, self.examples**-0.5)
-        layers = self.shape.layers(self.flat)
+            chosen = torch.arange(len(shares), device=shares.device)
+            scales = torch.full_like(shares, self.examples**-0.5)
+        if self.noise:  # an example's classes and neighbours are not to meet the same weights
+            order = torch.randperm(len(chosen), device=chosen.device)
+            chosen, scales = chosen[order], scales[order]
         for part, scale in zip(chosen.split(CHUNK), scales.to(self.flat.dtype).split(CHUNK), strict=True):
-            inputs, logits = forward(layers, self.take(part % self.examples))
-            which = (part // self.examples)[None, :, None].expand(1, -1, logits.shape[1])
-            delta = self.cotangents(logits).gather(0, which)[0] * scale[:, None]
             result = torch.empty(len(part), self.shape.count, dtype=self.flat.dtype, device=self.flat.device)
-            for out, a, d in zip(self.shape.layers(result), inputs, backward(layers, inputs, delta), strict=True):
-                torch.mul(d[:, :, None], a[:, None, :], out=out[:, :, :-1])
-                out[:, :, -1] = d
+            size = FEW if self.noise else CHUNK
+            for few in zip(part.split(size), scale.split(size), result.split(size), strict=True):
+                self._write(*few)
             yield result
+
+    def _write(self, chosen: Tensor, scale: Tensor, result: Tensor) -> None:
+        """Write the rows `chosen` [n], times `scale` [n], to `result` [n, P]."""
+        layers = self._layers()
+        inputs, logits = forward(layers, self.take(chosen % self.examples))
+        which = (chosen // self.examples)[None, :, None].expand(1, -1, logits.shape[1])
+        delta = roots(logits).gather(0, which)[0] * scale[:, None]
+        for out, a, d in zip(self.shape.layers(result), inputs, backward(layers, inputs, delta), strict=True):
+            torch.mul(d[:, :, None], a[:, None, :], out=out[:, :, :-1])
+            out[:, :, -1] = d
 
 
 class KroneckerSum:

@@ -44,11 +44,15 @@ class Job:
     every: int
     rank: int
     damping: float
+    noise: float
 
     @property
     def kind(self) -> str:
         """The row without its suffixes."""
-        return self.row.removesuffix("-plain").removesuffix("-long").removesuffix("-own")
+        name = self.row
+        for suffix in ("-plain", "-long", "-own", "-noise"):
+            name = name.removesuffix(suffix)
+        return name
 
     @property
     def all_epochs(self) -> int:
@@ -105,6 +109,7 @@ class Sequence:
         self.seconds = {"learning": 0.0, "fisher": 0.0, "measuring": 0.0}
         self.stiffness: list[list[float]] = []  # largest curvature, largest beside U, and learning rate, by task
         self.divergence: dict[str, float] = {}
+        torch.manual_seed(stream("noise", job.seed).initial_seed())
 
     def _penalty(self) -> KroneckerSum | Dense:
         if self.job.kind.startswith("kron"):
@@ -242,8 +247,9 @@ class Sequence:
             self.linear.add_(self.penalty.product(self.flat - self.anchor))
         self.anchor.copy_(self.flat)
         count = len(self.parts["train"])
+        noise = self.job.noise if "-noise" in self.job.row else 0.0
         self.penalty.extend(
-            TaskFisher(self.shape, self.flat.clone(), lambda index: self.take(index + task * count)[0], count)
+            TaskFisher(self.shape, self.flat.clone(), lambda index: self.take(index + task * count)[0], count, noise)
         )
         self.stiff.update(self.penalty)
 

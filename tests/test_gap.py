@@ -101,6 +101,27 @@ def test_drawn_rows_have_the_trace_and_on_average_the_fisher(gap, fisher):
     torch.testing.assert_close(torch.cat(list(task.rows())).square().sum(), exact.trace())
 
 
+def test_noise_averages_the_fisher_around_the_weights(gap, fisher, monkeypatch):
+    monkeypatch.setattr(fisher, "FEW", 4)
+    net, x, shape, flat = setting(gap, fisher)
+    torch.manual_seed(0)
+    task = fisher.TaskFisher(shape, flat, x.__getitem__, 12, noise=0.3)
+    drawn = [torch.cat(list(task.rows(24))) for _ in range(100)]
+    averages = []
+    for _ in range(100):
+        layers = shape.layers(flat.clone())
+        for layer in layers:
+            weight = layer[:, :-1]
+            weight += 0.3 * weight.square().mean().sqrt() * torch.randn_like(weight)
+        # Without noise the rows are those of per-example gradients, as another test shows.
+        noisy = torch.cat([layer.flatten() for layer in layers])
+        rows = torch.cat(list(fisher.TaskFisher(shape, noisy, x.__getitem__, 12).rows()))
+        averages.append(rows.T @ rows)
+    expected = torch.stack(averages).mean(0)
+    assert (torch.stack([rows.T @ rows for rows in drawn]).mean(0) - expected).norm() < 0.15 * expected.norm()
+    assert (brute(net, x, shape) - expected).norm() > 0.2 * expected.norm()
+
+
 def test_factors_are_those_of_the_library(gap, fisher):
     net, x, shape, flat = setting(gap, fisher)
     batches = [(x, torch.zeros(12, dtype=torch.long))]
@@ -154,7 +175,7 @@ def test_pull_is_the_gradient_of_the_quadratics(gap, fisher, row):
     """Finite differences of the sum over tasks, every task around its own weights, or all around the latest."""
     x = torch.rand(20, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     part = gap.Part(x, torch.arange(20) % 10)
-    job = gap.Job(row, 0, 1.0, 1, 4, 3, 0, 1, 4, 0.1, False, 0, 1, 6, 1e-4)
+    job = gap.Job(row, 0, 1.0, 1, 4, 3, 0, 1, 4, 0.1, False, 0, 1, 6, 1e-4, 0.0)
     sequence = gap.Sequence(job, {"train": part, "validation": part, "test": part})
     for name in ("flat", "anchor", "linear", "grad", "past", "buffer"):
         setattr(sequence, name, getattr(sequence, name).double())
