@@ -20,7 +20,6 @@ from xkfac.curvature.blocks import KhatriRao, Kronecker, Term
 from xkfac.curvature.operator import Curvature
 
 CHUNK = 4096  # rows of gradients that are written out at once
-FEW = 512  # examples that meet the same noise
 PANEL = 8192  # rows of a dense matrix that one product reads or writes: below 2^31 numbers each
 
 
@@ -53,12 +52,21 @@ class Shape:
         return [flat[..., part].unflatten(-1, shape) for part, shape in zip(self.slices, self.shapes, strict=True)]
 
 
-def forward(layers: Sequence[Tensor], x: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the inputs of all layers, without the 1, and the logits."""
+def forward(layers: Sequence[Tensor], x: Tensor, noise: float = 0.0) -> tuple[list[Tensor], Tensor]:
+    """Return the inputs of all layers, without the 1, and the logits.
+
+    noise: every example meets weights of its own, with normal noise of so many times the root mean square of the
+    layer's. That is, up to the backward pass, noise on its outputs in proportion to the norm of its inputs.
+    """
     inputs = [x]
-    for layer in layers[:-1]:
-        inputs.append(F.linear(inputs[-1], layer[:, :-1], layer[:, -1]).relu_())
-    return inputs, F.linear(inputs[-1], layers[-1][:, :-1], layers[-1][:, -1])
+    for layer in layers:
+        weight = layer[:, :-1]
+        units = F.linear(inputs[-1], weight, layer[:, -1])
+        if noise:
+            size = weight.square().mean().sqrt() * inputs[-1].norm(dim=1, keepdim=True)
+            units += noise * size * torch.randn_like(units)
+        inputs.append(units.relu())
+    return inputs[:-1], units
 
 
 def backward(layers: Sequence[Tensor], inputs: Sequence[Tensor], delta: Tensor) -> list[Tensor]:
@@ -90,8 +98,7 @@ def roots(logits: Tensor) -> Tensor:
 class TaskFisher:
     """The Fisher of one task at the weights `flat` [P], over the examples that `take` returns for indices.
 
-    noise: average the Fisher over a neighbourhood of the weights. Every few examples meet other weights, with normal
-    noise of so many times the root mean square of the layer's.
+    noise: average the Fisher over weights with noise, see `forward`.
     """
 
     shape: Shape
@@ -100,22 +107,11 @@ class TaskFisher:
     examples: int
     noise: float = 0.0
 
-    def _layers(self) -> list[Tensor]:
-        """Return the layers, with noise drawn anew."""
-        if not self.noise:
-            return self.shape.layers(self.flat)
-        layers = self.shape.layers(self.flat.clone())
-        for layer in layers:
-            weight = layer[:, :-1]
-            weight += torch.randn_like(weight) * (self.noise * weight.square().mean().sqrt())
-        return layers
-
     def _chunks(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """Yield inputs [n, D] and gradients [classes, n, C] of all layers."""
-        size = FEW if self.noise else CHUNK
-        for index in torch.arange(self.examples, device=self.flat.device).split(size):
-            layers = self._layers()
-            inputs, logits = forward(layers, self.take(index))
+        layers = self.shape.layers(self.flat)
+        for index in torch.arange(self.examples, device=self.flat.device).split(CHUNK):
+            inputs, logits = forward(layers, self.take(index), self.noise)
             yield inputs, backward(layers, inputs, roots(logits))
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -156,25 +152,16 @@ class TaskFisher:
         else:
             chosen = torch.arange(len(shares), device=shares.device)
             scales = torch.full_like(shares, self.examples**-0.5)
-        if self.noise:  # an example's classes and neighbours are not to meet the same weights
-            order = torch.randperm(len(chosen), device=chosen.device)
-            chosen, scales = chosen[order], scales[order]
+        layers = self.shape.layers(self.flat)
         for part, scale in zip(chosen.split(CHUNK), scales.to(self.flat.dtype).split(CHUNK), strict=True):
+            inputs, logits = forward(layers, self.take(part % self.examples), self.noise)
+            which = (part // self.examples)[None, :, None].expand(1, -1, logits.shape[1])
+            delta = roots(logits).gather(0, which)[0] * scale[:, None]
             result = torch.empty(len(part), self.shape.count, dtype=self.flat.dtype, device=self.flat.device)
-            size = FEW if self.noise else CHUNK
-            for few in zip(part.split(size), scale.split(size), result.split(size), strict=True):
-                self._write(*few)
+            for out, a, d in zip(self.shape.layers(result), inputs, backward(layers, inputs, delta), strict=True):
+                torch.mul(d[:, :, None], a[:, None, :], out=out[:, :, :-1])
+                out[:, :, -1] = d
             yield result
-
-    def _write(self, chosen: Tensor, scale: Tensor, result: Tensor) -> None:
-        """Write the rows `chosen` [n], times `scale` [n], to `result` [n, P]."""
-        layers = self._layers()
-        inputs, logits = forward(layers, self.take(chosen % self.examples))
-        which = (chosen // self.examples)[None, :, None].expand(1, -1, logits.shape[1])
-        delta = roots(logits).gather(0, which)[0] * scale[:, None]
-        for out, a, d in zip(self.shape.layers(result), inputs, backward(layers, inputs, delta), strict=True):
-            torch.mul(d[:, :, None], a[:, None, :], out=out[:, :, :-1])
-            out[:, :, -1] = d
 
 
 class KroneckerSum:

@@ -101,25 +101,16 @@ def test_drawn_rows_have_the_trace_and_on_average_the_fisher(gap, fisher):
     torch.testing.assert_close(torch.cat(list(task.rows())).square().sum(), exact.trace())
 
 
-def test_noise_averages_the_fisher_around_the_weights(gap, fisher, monkeypatch):
-    monkeypatch.setattr(fisher, "FEW", 4)
-    net, x, shape, flat = setting(gap, fisher)
+def test_noise_on_outputs_is_noise_on_the_weights_of_each_example(gap, fisher):
+    """The mean and the variance of the first layer's units, over draws of noise on its weights."""
+    _, x, shape, flat = setting(gap, fisher)
+    first = shape.layers(flat)[0]
     torch.manual_seed(0)
-    task = fisher.TaskFisher(shape, flat, x.__getitem__, 12, noise=0.3)
-    drawn = [torch.cat(list(task.rows(24))) for _ in range(100)]
-    averages = []
-    for _ in range(100):
-        layers = shape.layers(flat.clone())
-        for layer in layers:
-            weight = layer[:, :-1]
-            weight += 0.3 * weight.square().mean().sqrt() * torch.randn_like(weight)
-        # Without noise the rows are those of per-example gradients, as another test shows.
-        noisy = torch.cat([layer.flatten() for layer in layers])
-        rows = torch.cat(list(fisher.TaskFisher(shape, noisy, x.__getitem__, 12).rows()))
-        averages.append(rows.T @ rows)
-    expected = torch.stack(averages).mean(0)
-    assert (torch.stack([rows.T @ rows for rows in drawn]).mean(0) - expected).norm() < 0.15 * expected.norm()
-    assert (brute(net, x, shape) - expected).norm() > 0.2 * expected.norm()
+    weights = first[:, :-1] + 0.3 * first[:, :-1].square().mean().sqrt() * torch.randn(20000, 5, 6).double()
+    expected = (weights @ x[0] + first[:, -1]).relu()
+    inputs, _ = fisher.forward(shape.layers(flat), x[:1].expand(20000, 6), 0.3)
+    torch.testing.assert_close(inputs[1].mean(0), expected.mean(0), atol=0.02, rtol=0)
+    torch.testing.assert_close(inputs[1].std(0), expected.std(0), atol=0.02, rtol=0)
 
 
 def test_factors_are_those_of_the_library(gap, fisher):
