@@ -431,6 +431,8 @@ def test_what_cannot_be_tuned_is_said_before_anything_runs(tmp_path):
     recipe = small.recipe()
     with pytest.raises(RunError, match="line 'joint' learns all tasks at once"):
         tune(recipe, tmp_path / "run", device="cpu")
+    with pytest.raises(RunError, match="settings go with the name or path of a recipe"):
+        tune(recipe, tmp_path / "run", settings=["repeats=2"], device="cpu")
     blind = small.recipe("data.validation=0", "defaults.early_stopping=false", "lines.validation.consolidate=train")
     with pytest.raises(RunError, match=r"data\.validation is 0"):
         tune(blind.only(["plain"]), tmp_path / "run", device="cpu")
