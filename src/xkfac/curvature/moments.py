@@ -263,8 +263,7 @@ class Moments:
         none = left[0].new_zeros(left[0].shape[0], rows, rows)
         right = [none if factor is None else factor.div_(examples) for factor in self._gradient_factors()]
         self._left, self._right, self._images, self._deviations = [], [], None, None
-        terms = [Term(a, h) for a, h in zip(left, right, strict=False)]
-        return tuple(terms) if root is None else (*terms, root_term(root, right[-1]))
+        return as_terms(left, right, root, self.levels)
 
     def _left_factors(self, examples: int) -> tuple[list[Tensor], Tensor | None]:
         """Return the input factors, and in the mean form the root of the last [groups, ., D] instead of it."""
@@ -280,6 +279,19 @@ class Moments:
         drift = (self._moved / examples * scale).flatten(1, 2)
         left[-1] = left[-1] - symmetrised(drift.mT @ drift)
         return left, self._first.flatten(1, 2) * scale + drift
+
+
+def as_terms(
+    left: list[Tensor], right: list[Tensor], root: Tensor | None, levels: tuple[Level, ...]
+) -> tuple[Term, ...]:
+    """Return one term per level, the last by its root if there is one.
+
+    Where nothing varies within examples, since a unit has one position, levels that part positions have no term.
+    """
+    terms = [Term(a, h) for a, h in zip(left, right, strict=False)]
+    if levels[1:2] == (EXAMPLE,) and not bool(terms[0].left.any()):
+        terms = terms[1:]
+    return tuple(terms) if root is None else (*terms, root_term(root, right[-1]))
 
 
 class _Images:

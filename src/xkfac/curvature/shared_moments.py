@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xkfac.curvature.blocks import Term, root_term
-from xkfac.curvature.moments import Form, Level, Moments
+from xkfac.curvature.blocks import Term
+from xkfac.curvature.moments import Form, Level, Moments, as_terms
 from xkfac.curvature.patches import Patches
 from xkfac.curvature.processes import Layout, Processes
 from xkfac.errors import XkfacError
@@ -216,5 +216,4 @@ class SharedMoments(Moments):
             return super().terms(rows, examples)
         right = [factor / examples for factor in self._sums[-len(self.levels) :]]
         left = [factor / examples for factor in self._sums[: -len(self.levels)]]
-        terms = [Term(a, h) for a, h in zip(left, right, strict=False)]
-        return tuple(terms) if self._root is None else (*terms, root_term(self._root, right[-1]))
+        return as_terms(left, right, self._root, self.levels)
