@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xkfac.curvature.blocks import Block, Corrected, Diagonal, KhatriRao, Kronecker, Term, parts, symmetrised
-from xkfac.curvature.moments import Moments, batch_gradient, unit_gradients, unit_inputs
+from xkfac.curvature.moments import Draw, Moments, batch_gradient, unit_gradients, unit_inputs
 from xkfac.curvature.patches import Patches
 from xkfac.curvature.processes import Layout
 from xkfac.curvature.shared_moments import Coupling, SharedMoments
@@ -38,8 +38,8 @@ class Collector(ABC):
         """Take a batch's inputs, one tensor a call of the unit."""
 
     @abstractmethod
-    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
-        """Take the gradients at the outputs of these calls, from a backward pass that counts `weight`."""
+    def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
+        """Take the gradients at the outputs of these calls, from a backward pass."""
 
     @abstractmethod
     def block(self, examples: int) -> Block | None:
@@ -90,9 +90,9 @@ class FactorCollector(Collector):
         else:
             self.moments.add_inputs(self._x(inputs))
 
-    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
+    def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Take the gradients of one backward pass."""
-        self.moments.add_gradients(self._g(gradients), weight)
+        self.moments.add_gradients(self._g(gradients), draw)
 
     def block(self, examples: int) -> Block:
         """Return the block."""
@@ -133,16 +133,16 @@ class SquareCollector(Collector):
         """Take a batch's inputs."""
         self._inputs = inputs
 
-    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
+    def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Take the gradients of one backward pass."""
-        self.see(batch_gradient(self._x(self._inputs), self._g(gradients)), weight)
+        self.see(batch_gradient(self._x(self._inputs), self._g(gradients)), draw)
 
-    def see(self, gradient: Tensor, weight: float) -> None:
+    def see(self, gradient: Tensor, draw: Draw) -> None:
         """Take the gradient [groups, rows, columns] of one backward pass from this process's examples."""
         if self.coupling is None:
-            self.add(gradient, weight)
+            self.add(gradient, draw.weight)
         else:
-            self.add(self.coupling.total(gradient), weight * self.coupling.share)
+            self.add(self.coupling.total(gradient), draw.weight * self.coupling.share)
 
     def add(self, gradient: Tensor, weight: float) -> None:
         """Take the gradient [groups, rows, columns] with respect to W~ of one backward pass."""
@@ -267,12 +267,12 @@ class JointCollector:
             )
         self.moments.add_inputs(torch.cat([self._inputs[unit.name] for unit in self.units], 3))
 
-    def flush_gradients(self, weight: float) -> None:
+    def flush_gradients(self, draw: Draw) -> None:
         """Take the gradients of all units, zero where none arrived, once a backward pass is done."""
         size = next(iter(self._inputs.values()))
         missing = {u.name: size.new_zeros(*size.shape[:3], u.shape[1]) for u in self.units}
         gradients = [self._gradients.get(unit.name, missing[unit.name]) for unit in self.units]
-        self.moments.add_gradients(torch.cat(gradients, 3), weight)
+        self.moments.add_gradients(torch.cat(gradients, 3), draw)
         self._gradients.clear()
 
     def block(self, examples: int) -> KhatriRao:
@@ -317,7 +317,7 @@ class JointMember(Collector):
         """Pass the inputs on."""
         self.joint._inputs[self.unit.name] = self._x(inputs)
 
-    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
+    def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Pass the gradients on."""
         self.joint._gradients[self.unit.name] = self._g(gradients)
 

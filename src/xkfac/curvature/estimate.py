@@ -325,15 +325,13 @@ class _Run:
         ends: list[Any] = [*(self.model.get_parameter(unit.name) for unit in free), *capture.ends]
         if not output.requires_grad:
             raise XkfacError("the output of the network depends on none of its parameters")
-        scale = 1 / self.likelihood.predictions(output)
-        for cotangent, weight, more in cotangents.of(output, batch):
-            capture.weight = weight * scale
+        for cotangent, capture.draw, more in cotangents.of(output, batch):
             gradients = torch.autograd.grad(output, ends, cotangent, retain_graph=more, allow_unused=True)
             capture.end_backward()
             for unit, gradient in zip(free, gradients, strict=False):
                 squares = capture.collectors.of[unit.name]
                 if gradient is not None and isinstance(squares, SquareCollector):
-                    squares.see(gradient.to(self.dtype).reshape(unit.shape), capture.weight)
+                    squares.see(gradient.to(self.dtype).reshape(unit.shape), capture.draw)
 
 
 def check_rows(output: Any, size: int) -> None:

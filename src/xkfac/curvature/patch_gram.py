@@ -71,7 +71,7 @@ class PatchGram:
         """Return the sum [groups, C / groups * K, ...], ordered as in a weight, exactly symmetric; None if nothing."""
         for of in self._of.values():
             columns = of.channels * math.prod(of.kernel)
-            total = of.like.new_empty(of.groups, columns, columns)
+            total = of.like.new_empty(of.groups, columns, columns, dtype=summed_in(of.like.dtype))
             self.into(total)
             return total
         return None
