@@ -92,7 +92,7 @@ class Memory:
         """Return the memory of one task more: H <- ls * H + lt * H_t for weights (ls, lt), anchored at `model`.
 
         Two terms become one Kronecker product that has the trace of their weighted sum (see
-        `xkfac.averaging`), or with `keep_all` all terms are kept; a unit of one side alone counts zero on the other.
+        `curvature.averaging`), or with `keep_all` all are kept; a unit of one side alone counts zero on the other.
 
         Raises MismatchError when a unit was found in another shape, or made of other parts, than before.
         """
@@ -225,7 +225,7 @@ def _laid_out(tensor: Tensor) -> Tensor:
 def consolidate(
     model: nn.Module,
     loader: Iterable[Any],
-    method: str | Method = "xkfac",
+    method: str | Method = "fixed-bn",
     *,
     likelihood: str | Likelihood = "categorical",
     exclude: Iterable[str] = (),
@@ -239,7 +239,8 @@ def consolidate(
 ) -> Memory:
     """Make the memory of the task that `model` has just learnt, while its data is there.
 
-    `method` is one of `METHODS`, or a `Method`. `options` change fields of it and of its `Settings`, such as
+    `method` is one of `METHODS`, or a `Method`: by default `fixed-bn`, which keeps BN as it is and protects every layer
+    with its BN by hierarchical Kronecker factors; `paper` is XK-FAC as the paper has it. `options` change fields of it and of its `Settings`, such as
     `form="paper"`; one that would have no effect is refused. The other arguments are those of `estimate`. The model is
     left as it was, bit by bit.
     """
@@ -270,9 +271,7 @@ def estimate_for(method: Method, model: nn.Module, loader: Iterable[Any], **opti
         rows = tuple(Row(name, "-", "unprotected", parameter.numel()) for name, parameter in named)
         return Estimate(Curvature({}), Coverage((), rows), 0)
     options["exclude"] = excluded_by(method, model, options.get("exclude") or ())
-    return estimate(
-        model, loader, **asdict(method.settings), merge=method.merge, per_parameter=method.per_parameter, **options
-    )
+    return estimate(model, loader, method.settings, merge=method.merge, per_parameter=method.per_parameter, **options)
 
 
 def excluded_by(method: Method, model: nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:

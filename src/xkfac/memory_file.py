@@ -396,4 +396,4 @@ class _Unknown(Likelihood):
         likelihood = f"the memory was made with the likelihood '{self.name}'"
         raise XkfacError(f"{likelihood}, which its file cannot hold; pass likelihood=... again")
 
-    predictions = sample = nll = root = _refuse
+    predictions = sample = nll = root = _refuse  # type: ignore[assignment]

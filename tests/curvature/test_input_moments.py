@@ -80,8 +80,9 @@ def test_kfac_of_a_layer_with_one_position_in_some_batches_and_several_in_others
     inputs = [torch.randn(3, positions, 5).double() + 1 for positions in order]
     (unit,) = find_units(net, inputs[0]).units
     moments, patches, expected = Moments("unit", KFAC, "paper"), Patches(unit), 0
+    take = moments.images(patches)
     for input in inputs:
-        moments.add_images(patches.image(input, input.dtype), patches)
+        take(patches.image(input, input.dtype))
         x = unit_inputs(unit, input, input.dtype)
         expected = expected + torch.einsum("gnsi,gnsj->gij", x, x)
     examples = 3 * len(order)
@@ -94,8 +95,9 @@ def test_a_mean_by_location_is_kept_of_the_image_alone():
     image = torch.randn(4, 16, 20, 20)
     (unit,) = find_units(net, image).units
     moments, patches = Moments("unit", GROUPINGS["paper"], "mean"), Patches(unit)
+    take = moments.images(patches)
     for _ in range(2):
-        moments.add_images(image, patches)
+        take(image)
     (of,) = moments._deviations._of.values()
     held = [value for value in vars(of).values() if isinstance(value, torch.Tensor)]
     assert [tuple(tensor.shape) for tensor in held] == [(1, 16, 20, 20), (), (1, 16, 20, 20)]

@@ -173,10 +173,11 @@ def of_images(net, images, levels, form):
     """Return the terms of a net's first unit from its images, and from their patches written out."""
     (unit, *_) = find_units(net, images[0]).units
     ours, theirs, patches = Moments("unit", levels, form), Moments("unit", levels, form), Patches(unit)
+    take = ours.images(patches)
     for image in images:
         x = unit_inputs(unit, image, image.dtype)
         g = torch.randn(*x.shape[:3], unit.shape[1]).double()
-        ours.add_images(patches.image(image, image.dtype), patches)
+        take(patches.image(image, image.dtype))
         theirs.add_inputs(x)
         for moments in (ours, theirs):
             moments.add_gradients(g)
@@ -213,8 +214,7 @@ def test_images_have_the_factors_of_their_patches(layer, levels, form):
     shape = shape or (net[0].in_channels, 6, 5)
     images = [torch.randn(size, *shape).double() + 3 for size in (4, 1, 3)]
     ours, theirs = of_images(net, images, levels, form)
-    # Nothing varies within an example of one position.
-    assert len(ours) == len(theirs) == (2 if layer == "linear" and len(levels) == 3 else len(levels))
+    assert len(ours) == len(theirs) == (1 if levels == KFAC else len(levels))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.dense_left, other.dense_left, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(one.right, other.right, rtol=1e-10, atol=1e-10)
@@ -245,8 +245,9 @@ def test_deviations_of_images_are_exact_far_from_the_origin():
     for levels in GROUPINGS.values():
         (unit,) = find_units(net, images[0]).units
         moments, exact, patches = Moments("a", levels, "mean"), Moments("b", levels, "mean"), Patches(unit)
+        take = moments.images(patches)
         for image in images:
-            moments.add_images(image, patches)
+            take(image)
             exact.add_inputs(unit_inputs(unit, image.double(), torch.double))
         ours, theirs = moments.terms(2, 16)[0].left.double(), exact.terms(2, 16)[0].left
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-4 * float(theirs.abs().max()))
@@ -294,3 +295,42 @@ def test_draws_take_every_position_once_or_as_often_as_there_are_draws_for_it():
     taken = [Draw(1 / 7, place, 7).share_of(g) for place in range(7)]
     assert [part.item() for part, _ in taken] == [0, 1, 2, 3, 4, 0, 1]
     assert [counted for _, counted in taken] == [3.5, 3.5, 7, 7, 7, 3.5, 3.5]
+
+
+@pytest.mark.parametrize("form", ["mean", "paper"])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_without_coupling_examples_and_batches_have_one_gradient_factor(form, positions):
+    """Written out: deviations within an example with g_ns, means of an example with sum_s g_ns, from all examples."""
+    x, g = data(positions=positions)
+    moments = Moments("unit", GROUPINGS["hierarchical"], form, coupled=False)
+    for a, b in zip(x, g, strict=True):
+        moments.add_inputs(a)
+        moments.add_gradients(b)
+    terms = moments.terms(ROWS, 3 * SIZE)
+    everything, gradients = torch.cat(x, 1), torch.cat(g, 1)
+    means = everything.mean(2)
+    torch.testing.assert_close(terms[-1].left, outer_mean(means.unbind(1)) * positions)
+    if form == "mean":
+        torch.testing.assert_close(terms[-1].right, outer_mean(gradients.sum(2).unbind(1)) / positions)
+    if positions == 1:
+        assert len(terms) == 1
+        return
+    inside = everything - means[:, :, None]
+    torch.testing.assert_close(terms[0].left, outer_mean(inside.flatten(1, 2).unbind(1)) * positions)
+
+
+def test_without_coupling_the_terms_that_are_left_are_the_three_of_exact_labels():
+    """One example per backward pass, as with exact labels: sums over a batch are those over an example."""
+    x, g = data(batches=6, size=1)
+    three = collect(x, g, GROUPINGS["hierarchical"], "mean")
+    moments = Moments("unit", GROUPINGS["hierarchical"], "mean", coupled=False)
+    for a, b in zip(x, g, strict=True):
+        moments.add_inputs(a)
+        moments.add_gradients(b)
+    two = moments.terms(ROWS, 6)
+    assert (len(three), len(two)) == (3, 2)
+
+    def dense(terms):
+        return sum(torch.einsum("gij,gkl->gikjl", term.dense_left, term.right) for term in terms)
+
+    torch.testing.assert_close(dense(two), dense(three))

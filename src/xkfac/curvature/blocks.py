@@ -278,10 +278,6 @@ def _averaged(
     ours: Sequence[Term], theirs: Sequence[Term], weights: tuple[float, float], units: Partition
 ) -> tuple[Term, ...]:
     """Return the averages of two sums of terms, term by term."""
-    if {len(ours), len(theirs)} == {2, 3}:  # of one grouping: on one side nothing varies within examples
-        shorter, longer = sorted((ours, theirs), key=len)
-        padded = (Term(torch.zeros_like(longer[0].left), longer[0].right), *shorter)
-        ours, theirs = (padded, theirs) if ours is shorter else (ours, padded)
     if len(ours) != len(theirs):
         raise XkfacError(
             f"factors of {len(ours)} and {len(theirs)} terms have no average; estimate both the same way, or keep all "

@@ -70,23 +70,56 @@ def _joined(calls: list[Tensor]) -> Tensor:
     return calls[0] if len(calls) == 1 else torch.cat(calls, 2)
 
 
-def _shared(moments: Moments) -> SharedMoments:
-    assert isinstance(moments, SharedMoments)
-    return moments
+class _Factors:
+    """Moments of a merged weight of a `shape` [groups, rows, columns], and how they add up over processes."""
+
+    moments: Moments
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        raise NotImplementedError
+
+    @property
+    def _shared(self) -> SharedMoments:
+        assert isinstance(self.moments, SharedMoments)
+        return self.moments
+
+    def layouts(self) -> list[Layout]:
+        """Return the layouts of the factors' sums."""
+        return self._shared.layouts(self.shape, self.dtype)
+
+    def root(self, examples: int) -> Tensor | None:
+        """Return the root of M."""
+        return self._shared.root(examples)
+
+    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
+        """Return the factors' sums."""
+        return self._shared.sums(self.shape[1], examples, root)
+
+    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
+        """Take the factors' sums of all processes."""
+        self._shared.take(sums, root)
 
 
-class FactorCollector(Collector):
+class FactorCollector(_Factors, Collector):
     """Collects Kronecker factors."""
 
     def __init__(self, unit: Unit, dtype: torch.dtype, moments: Moments) -> None:
         super().__init__(unit, dtype)
         self.moments = moments
         self.patches = Patches(unit)
+        self._images = moments.images(self.patches) if unit.calls == 1 else None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the unit."""
+        return self.unit.shape
 
     def inputs(self, inputs: Sequence[Tensor]) -> None:
         """Take a batch's inputs; the calls of a unit that has several are further positions, which are written out."""
-        if len(inputs) == 1:
-            self.moments.add_images(self.patches.image(inputs[0], self.dtype), self.patches)
+        if self._images is not None:
+            self._images(self.patches.image(inputs[0], self.dtype))
         else:
             self.moments.add_inputs(self._x(inputs))
 
@@ -97,22 +130,6 @@ class FactorCollector(Collector):
     def block(self, examples: int) -> Block:
         """Return the block."""
         return Kronecker(self.moments.terms(self.unit.shape[1], examples))
-
-    def layouts(self) -> list[Layout]:
-        """Return the layouts of the factors' sums."""
-        return _shared(self.moments).layouts(self.unit.shape, self.dtype)
-
-    def root(self, examples: int) -> Tensor | None:
-        """Return the root of M."""
-        return _shared(self.moments).root(examples)
-
-    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
-        """Return the factors' sums."""
-        return _shared(self.moments).sums(self.unit.shape[1], examples, root)
-
-    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
-        """Take the factors' sums of all processes."""
-        _shared(self.moments).take(sums, root)
 
 
 class SquareCollector(Collector):
@@ -245,7 +262,7 @@ class MarginalCollector(SquareCollector):
 
 
 @dataclass
-class JointCollector:
+class JointCollector(_Factors):
     """Collects the factors of all linear units together: rows and columns of several units side by side."""
 
     moments: Moments
@@ -281,24 +298,9 @@ class JointCollector:
         return KhatriRao(self.moments.terms(sum(rows), examples), rows, tuple(unit.shape[2] for unit in self.units))
 
     @property
-    def _shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of all units' weights together."""
         return 1, sum(unit.shape[1] for unit in self.units), sum(unit.shape[2] for unit in self.units)
-
-    def layouts(self) -> list[Layout]:
-        """Return the layouts of the factors' sums."""
-        return _shared(self.moments).layouts(self._shape, self.dtype)
-
-    def root(self, examples: int) -> Tensor | None:
-        """Return the root of M."""
-        return _shared(self.moments).root(examples)
-
-    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
-        """Return the factors' sums."""
-        return _shared(self.moments).sums(self._shape[1], examples, root)
-
-    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
-        """Take the factors' sums of all processes."""
-        _shared(self.moments).take(sums, root)
 
     def held(self) -> dict[str, Tensor]:
         """Return nothing."""

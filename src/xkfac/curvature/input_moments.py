@@ -103,8 +103,8 @@ class _Sums:
 
     sums: Tensor
     count: Tensor
-    origin: Tensor | None = None
-    from_zero: bool = False
+    origin: Tensor
+    from_zero: bool
 
 
 def no_mean(name: str, here: int, there: int) -> UnitError:
@@ -162,9 +162,9 @@ class Deviations:
             of = self._first(image)
         of.count += len(image)
         if self._rows is not None and self.patches.is_row(image):
-            self._rows.add(image, of.origin)
+            self._rows.add(image, of.origin if self.centred else None)
             return
-        if of.origin is not None:
+        if self.centred:
             image = rounded(image if of.from_zero else image - of.origin)
         positions = self.patches.positions(image)
         if self.by_example:
@@ -180,22 +180,18 @@ class Deviations:
             raise no_mean(
                 self.name, *(self.patches.positions(image.new_empty(1, 1, *s)) for s in (image.shape[2:], known))
             )
-        of = _Sums(torch.zeros_like(image[:1]), image.new_zeros(()))
         row = self.patches.is_row(image) and not self.pooled
         if row and self._rows is None:
             self._rows = Rows(image)
-        if self.centred:
-            of.origin = image.mean(0, keepdim=True)
-            of.from_zero = rounds(image) and not row and _is_near(image, of.origin)
-            if of.from_zero:
-                of.origin.zero_()
+        none, mean = torch.zeros_like(image[:1]), image.mean(0, keepdim=True)
+        from_zero = not self.centred or (rounds(image) and not row and _is_near(image, mean))
+        of = _Sums(none, image.new_zeros(()), none.clone() if from_zero else mean, from_zero)
         self._of[image.shape[2:]] = of
         return of
 
     def settle(self, examples: int) -> None:
         """Move the origin to the mean of the `examples` taken: S - N d d^T, where d is how far it moves."""
         (of,) = self._of.values()
-        assert of.origin is not None
         if self._rows is not None:
             drift = self._rows.settle(examples).unsqueeze(2)
         else:
@@ -210,8 +206,9 @@ class Deviations:
             return None
         if self.pooled:
             reference, mean, weight = self._mean()
-            root = F.pad(reference + mean, (0, self.patches.homogeneous), value=1.0) * (weight / examples) ** 0.5
-            return root.to(self._like)
+            root: Tensor = F.pad(reference + mean, (0, self.patches.homogeneous), value=1.0)
+            root = root.to(self._like) * float(weight / examples) ** 0.5
+            return root
         (of,) = self._of.values()
         sums = of.sums if self._rows is None else self._rows.sums().unsqueeze(2)
         return self.patches.unrolled(of.origin + sums / examples).flatten(1, 2)
@@ -228,8 +225,10 @@ class Deviations:
         """Return a point near the mean, how far that is from it, both [groups, 1, features], and the number of x."""
         moved = [(of, *self._moved(of)) for of in self._of.values()]
         reference = moved[0][1]
-        weight = sum(float(of.count) * positions for of, _, _, positions in moved)
-        total = sum((near - reference) * float(of.count) * s + sums * s for of, near, sums, s in moved)
+        weight, total = 0.0, torch.zeros_like(reference)
+        for of, near, sums, positions in moved:
+            weight += float(of.count) * positions
+            total = total + ((near - reference) * float(of.count) + sums) * positions
         return reference, total / weight, weight
 
     def _moved(self, of: _Sums) -> tuple[Tensor, Tensor, int]:

@@ -20,12 +20,17 @@ product gives the curvature as a sum of terms, one a level:
 where a location's block holds all examples at one position, an example's block all positions of one example. In the
 paper's *form* the means are those of the mini-batch and the finer gradients are centred; in the *mean* form the means
 are those of the population, so the last input factor is a Gram matrix of a few vectors.
+
+Where no example affects another, since BN has the statistics of the population, the gradient factors of example and
+batch have one expectation. The hierarchical grouping then has two terms, or one for units of a single position, with
+the factor that has N times as many samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -85,7 +90,7 @@ def _over(blocks: Tensor, level: Level) -> Tensor:
     return blocks.mean(level, keepdim=True) if level else blocks
 
 
-def _sums(g: Tensor, levels: tuple[Level, ...]) -> list[Tensor]:
+def level_sums(g: Tensor, levels: tuple[Level, ...]) -> list[Tensor]:
     """Return the sums of g over the blocks of every level, each from those of the level before."""
     sums = [g]
     for level in levels[1:]:
@@ -93,8 +98,14 @@ def _sums(g: Tensor, levels: tuple[Level, ...]) -> list[Tensor]:
     return sums
 
 
+def _uncoupled(element: Term, example: Term, batch: Term) -> tuple[Term, ...]:
+    """Return the terms of a hierarchical grouping where gradients of different examples are independent."""
+    joined = Term(example.left + batch.dense_left, example.right)
+    return (element, joined) if element.left.any() else (joined,)
+
+
 def _beside(passes: Sequence[Tensor]) -> Tensor:
-    return passes[0] if len(passes) == 1 else torch.cat(passes, 1)
+    return passes[0] if len(passes) == 1 else torch.cat(list(passes), 1)
 
 
 def _blocks(tensor: Tensor) -> int:
@@ -127,14 +138,16 @@ ONE = Draw()
 class Moments:
     """Accumulates the factors of a unit over batches, for one grouping and form.
 
+    coupled: whether the examples of a mini-batch affect each other.
     Input factors are sums, gradient factors averages over positions, both per example, as the paper has them for
     convolutions. Batches count by their number of examples. Inputs come as x, or as images of which x are the patches;
     the factors are the same.
     """
 
-    def __init__(self, name: str, levels: tuple[Level, ...], form: Form) -> None:
+    def __init__(self, name: str, levels: tuple[Level, ...], form: Form, *, coupled: bool = True) -> None:
         self.name = name
         self.levels = levels
+        self._coupled = coupled
         self.population = form == "mean" and len(levels) > 1
         self._left = [Gram() for _ in levels]
         self._right = [Gram() for _ in levels]
@@ -158,20 +171,22 @@ class Moments:
         coarse = self._add_means(means[1:], examples, positions)
         self._left[0].add(x - coarse[0] if coarse else x)
 
-    def add_images(self, image: Tensor, patches: Patches) -> None:
-        """Take the inputs of one batch as the patches of an image [N, C, ...], written out only where they must be."""
+    def images(self, patches: Patches) -> Callable[[Tensor], None]:
+        """Return what takes the inputs of a batch as images [N, C, ...], of which x are the patches."""
         if self.population or self.levels == KFAC:
-            if self._deviations is None:
-                self._deviations = Deviations(self.name, patches, self.levels)
-            self._deviations.add(image)
-        elif self.levels[1] == LOCATION:
-            if self._images is None:
-                self._images = PatchGram(patches)
-            mean = image.mean(0, keepdim=True)
-            self._images.add(image - mean)
-            self._left[1].add(patches.unrolled(mean), len(image))
-        else:
-            self.add_inputs(patches.unrolled(image))
+            self._deviations = Deviations(self.name, patches, self.levels)
+            return self._deviations.add
+        if self.levels[1] == LOCATION:
+            self._images = PatchGram(patches)
+            return partial(self._add_centred, patches)
+        return lambda image: self.add_inputs(patches.unrolled(image))
+
+    def _add_centred(self, patches: Patches, image: Tensor) -> None:
+        """Take images from the mini-batch's means by location."""
+        assert self._images is not None
+        mean = image.mean(0, keepdim=True)
+        self._images.add(image - mean)
+        self._left[1].add(patches.unrolled(mean), len(image))
 
     def _add_means(self, means: list[Tensor], examples: int, positions: int) -> list[Tensor]:
         """Take the means of the levels but the first; return them, the last from the population in the mean form."""
@@ -217,7 +232,7 @@ class Moments:
 
     def _add_gradients(self, passes: list[Tensor], draw: Draw) -> None:
         """Take the gradients of backward passes; of several there is one position an example, and no mean is taken."""
-        sums = [_beside(level) for level in zip(*(_sums(g, self.levels) for g in passes), strict=True)]
+        sums = [_beside(level) for level in zip(*(level_sums(g, self.levels) for g in passes), strict=True)]
         counts = [1 if self.population else _blocks(a) // _blocks(b) for a, b in pairwise(sums)]
         self._add_squares(sums, [*counts, 1], draw, [1.0] * len(sums))
 
@@ -250,7 +265,13 @@ class Moments:
         none = left[0].new_zeros(left[0].shape[0], rows, rows)
         right = [none if factor is None else factor.div_(examples) for factor in self._gradient_factors()]
         self._left, self._right, self._images, self._deviations = [], [], None, None
-        return as_terms(left, right, root, self.levels)
+        return self._terms(left, right, root)
+
+    def _terms(self, left: list[Tensor], right: list[Tensor], root: Tensor | None) -> tuple[Term, ...]:
+        terms = tuple(Term(a, h) for a, h in zip(left, right, strict=False))
+        if root is not None:
+            terms = (*terms, root_term(root, right[-1]))
+        return terms if self._coupled or self.levels != GROUPINGS["hierarchical"] else _uncoupled(*terms)
 
     def _left_factors(self, examples: int) -> tuple[list[Tensor], Tensor | None]:
         """Return the input factors, and in the mean form the root of the last [groups, ., D] instead of it."""
@@ -274,16 +295,3 @@ class Moments:
         if self._first is None or self._moved is None or self._weight is None:
             return None
         return ((self._first + self._moved / self._weight) * (self._weight / examples) ** 0.5).flatten(1, 2)
-
-
-def as_terms(
-    left: list[Tensor], right: list[Tensor], root: Tensor | None, levels: tuple[Level, ...]
-) -> tuple[Term, ...]:
-    """Return one term per level, the last by its root if there is one.
-
-    Where nothing varies within examples, since a unit has one position, levels that part positions have no term.
-    """
-    terms = [Term(a, h) for a, h in zip(left, right, strict=False)]
-    if levels[1:2] == (EXAMPLE,) and not bool(terms[0].left.any()):
-        terms = terms[1:]
-    return tuple(terms) if root is None else (*terms, root_term(root, right[-1]))

@@ -12,7 +12,7 @@ processes have it once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xkfac.curvature.blocks import Term
-from xkfac.curvature.moments import ONE, Draw, Form, Level, Moments, _sums, as_terms
+from xkfac.curvature.input_moments import Level
+from xkfac.curvature.moments import ONE, Draw, Form, Moments, level_sums
 from xkfac.curvature.patches import Patches
 from xkfac.curvature.processes import Layout, Processes
 from xkfac.errors import XkfacError
@@ -124,8 +125,10 @@ def coupling_of(model: nn.Module, processes: Processes | None) -> Coupling | Non
 class SharedMoments(Moments):
     """Moments of which every process has a part; with a coupling its mini-batches are parts of larger ones."""
 
-    def __init__(self, name: str, levels: tuple[Level, ...], form: Form, coupling: Coupling | None) -> None:
-        super().__init__(name, levels, form)
+    def __init__(
+        self, name: str, levels: tuple[Level, ...], form: Form, coupling: Coupling | None, *, coupled: bool = True
+    ) -> None:
+        super().__init__(name, levels, form, coupled=coupled)
         self.coupling = coupling
         self._sums: list[Tensor] | None = None
         self._root: Tensor | None = None
@@ -140,12 +143,11 @@ class SharedMoments(Moments):
         coarse = self._add_means(means, x.shape[1], x.shape[2])
         self._left[0].add(x - coarse[0] if coarse else x)
 
-    def add_images(self, image: Tensor, patches: Patches) -> None:
-        """Take the inputs of a part of a batch as the patches of an image [n, C, ...]."""
+    def images(self, patches: Patches) -> Callable[[Tensor], None]:
+        """Return what takes images, as `Moments` does; means of a whole mini-batch need their patches written out."""
         if self.coupling is None or self.population or len(self.levels) == 1:
-            super().add_images(image, patches)
-        else:
-            self.add_inputs(patches.unrolled(image))
+            return super().images(patches)
+        return lambda image: self.add_inputs(patches.unrolled(image))
 
     def _mean(self, x: Tensor, level: Level) -> Tensor:
         if 1 not in level:
@@ -159,7 +161,7 @@ class SharedMoments(Moments):
             super().add_gradients(g, draw)
             return
         across = [1 in level for level in self.levels]
-        own = zip(_sums(g, self.levels), across, strict=True)
+        own = zip(level_sums(g, self.levels), across, strict=True)
         sums = [self.coupling.total(part) if one else part for part, one in own]
         blocks = [self._blocks(g, level) for level in self.levels]
         counts = [1 if self.population else fine // coarse for fine, coarse in pairwise(blocks)]
@@ -204,4 +206,4 @@ class SharedMoments(Moments):
             return super().terms(rows, examples)
         right = [factor / examples for factor in self._sums[-len(self.levels) :]]
         left = [factor / examples for factor in self._sums[: -len(self.levels)]]
-        return as_terms(left, right, self._root, self.levels)
+        return self._terms(left, right, self._root)
