@@ -103,7 +103,7 @@ def calibrate(
             if not 0 < scale < math.inf:
                 raise XkfacError(
                     "the source's loss did not rise along the calibration's path, so the scale of the penalty cannot "
-                    "be told; raise lr or steps, or give more held-out examples"
+                    "be measured; raise lr or steps, or give more held-out examples"
                 )
     return replace(memory, calibration=calibration)
 
