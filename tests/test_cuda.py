@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.helpers.setups import Everything, bare, data, leave_side_stream, randomise
 from xkfac import METHODS, Balance, Calibration, Learner, consolidate
-from xkfac.errors import NotFiniteError, XkfacWarning
+from xkfac.errors import NotFiniteError, XkfacError, XkfacWarning
 from xkfac.learning.divergence import INTERVAL
 from xkfac.penalty.layout import Rounded
 
@@ -245,3 +245,17 @@ def test_products_of_bfloat16_are_near_those_of_float32(made):
         torch.set_float32_matmul_precision(before)
     torch.testing.assert_close(found[1][0], found[0][0], rtol=0.02, atol=0)
     assert (found[1][1] - found[0][1]).norm() < 0.02 * found[0][1].norm()
+
+
+def test_an_interval_of_several_steps_cannot_be_captured():
+    model = randomise(Everything()).cuda().train()
+    learner = Learner(model, consolidate(model, batches(2)), penalty_every=2)
+    learner.load_state_dict({"begun": True, "balance": None})
+    (x, y), *_ = batches(1)
+    loss = F.cross_entropy(model(x), y)
+    with (
+        pytest.raises(XkfacError, match="make the Learner with penalty_every=1"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        learner.objective(loss)
+    assert Learner(model, learner.memory)._step.interval.every == 1

@@ -23,6 +23,7 @@ class Xkfac(Peer):
     """This library."""
 
     package = "xkfac"
+    cycle = 8  # the longest interval between two evaluations of the penalty
 
     def __init__(self, row: str, **options: Any) -> None:
         self.row = row

@@ -282,8 +282,8 @@ class Learner:
 
     def _factors(self, share: float | Tensor | None) -> tuple[Any, Any]:
         """Return what L_s and L_t are multiplied by: numbers, or tensors where they are balanced."""
-        source, target = self.importance
-        source *= self.strength
+        source: Any = self.importance[0] * self.strength
+        target: Any = self.importance[1]
         if share is not None:
             source, target = source * share, target * share
         if self.balance is None:

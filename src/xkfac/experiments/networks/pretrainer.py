@@ -132,7 +132,7 @@ class Trainer:
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             if devices and self._graph is None:
-                self._graph = captured(self._step, self._warm_up, self.state().values())
+                self._graph = captured(self._step, warm_up=self._warm_up, changed=self.state().values())
             # Dropout and the like draw from torch's own generators.
             torch.manual_seed(stream("pretraining", "noise", self.settings.seed, number).initial_seed())
             self._place.zero_()

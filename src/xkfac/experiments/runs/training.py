@@ -177,7 +177,7 @@ class Stepper:
         if self._graph is None:
             self._order = order.to(self._device)
             self._steps = max(n for n in range(1, self._in_a_row + 1) if len(order) % n == 0)
-            self._graph = captured(lambda: self._next(self._steps), self._warm_up, self._changing())
+            self._graph = captured(lambda: self._next(self._steps), warm_up=self._warm_up, changed=self._changing())
         self._order.copy_(order)
         self._place.zero_()
         for _ in range(len(order) // self._steps):
