@@ -27,6 +27,7 @@ class Xkfac(Peer):
     def __init__(self, row: str, **options: Any) -> None:
         self.row = row
         self.options = {"draws": 1, **options}
+        self.once = self.options["draws"] is None
 
     def curvature(self, net: nn.Module, data: Batches) -> Any:  # noqa: D102
         import xkfac
@@ -363,6 +364,9 @@ class Avalanche(Peer):
 def _rows() -> dict[str, Peer]:
     return {
         "xkfac": Xkfac("XK-FAC, one draw"),
+        "xkfac-hierarchical": Xkfac("XK-FAC, hierarchical, one draw", grouping="hierarchical"),
+        "xkfac-8": Xkfac("XK-FAC, 8 draws", draws=8),
+        "xkfac-default": Xkfac("XK-FAC, default: 512 draws, at most 32 per batch", draws=None),
         "xkfac-kfac": Xkfac("K-FAC, one draw", method="kfac"),
         "xkfac-ewc": Xkfac("EWC, one draw", method="ewc"),
         "asdl": Asdl(),

@@ -7,6 +7,7 @@ Whatever is linear in the inputs, the means by location among it, is kept of the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -207,8 +208,7 @@ class Deviations:
         if self.pooled:
             reference, mean, weight = self._mean()
             root: Tensor = F.pad(reference + mean, (0, self.patches.homogeneous), value=1.0)
-            root = root.to(self._like) * float(weight / examples) ** 0.5
-            return root
+            return root.to(self._like) * math.sqrt(weight / examples)
         (of,) = self._of.values()
         sums = of.sums if self._rows is None else self._rows.sums().unsqueeze(2)
         return self.patches.unrolled(of.origin + sums / examples).flatten(1, 2)
