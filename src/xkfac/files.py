@@ -12,7 +12,7 @@ import operator
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,8 @@ def write(
     digest = _digest(format, version, text, ready)
     metadata = {"format": format, "version": version, "description": text, "digest": digest}
     try:
-        _replace(_target(path), ready, metadata)
+        with replacing(_target(path)) as temporary:
+            save_file(ready, temporary, metadata)
     except MemoryFileError:
         raise
     except (OSError, ValueError) as error:
@@ -112,19 +113,22 @@ def write(
         ) from error
 
 
-def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file beside `path`, bring it onto the disk, and give it that name."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` to write a file to, which replaces what is at `path` once it is all on disk.
+
+    Raises OSError when that fails; what was at `path` is then as it was.
+    """
     temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
     try:
-        temporary.touch(exist_ok=False)
-        save_file(tensors, temporary, metadata)
-        _flush(temporary, os.O_RDWR)
+        yield temporary
+        flush(temporary)
         temporary.replace(path)
     finally:
         with contextlib.suppress(OSError, ValueError):
             temporary.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not every file system lets a folder be flushed
-        _flush(path.parent, os.O_RDONLY)
+        flush(path.parent, os.O_RDONLY)
 
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
@@ -180,7 +184,7 @@ def _target(path: Path) -> Path:
     return target
 
 
-def _flush(path: Path, flags: int) -> None:
+def flush(path: Path, flags: int = os.O_RDWR) -> None:
     """Bring a file, or a folder's entries, onto the disk."""
     handle = os.open(path, flags)
     try:
