@@ -35,8 +35,10 @@ class Module(L.LightningModule):
         x, y = batch
         self.log("val_loss", F.cross_entropy(self(x), y))
 
+    lr = 0.05
+
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
 
 
 class Manual(Module):
@@ -275,17 +277,13 @@ def test_an_interrupted_fit_leaves_no_hooks(source):
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_search_for_a_learning_rate_learns_nothing(source, tmp_path):
+def test_a_search_for_a_learning_rate_before_the_first_step(source, tmp_path):
     net, memory = source
-    module, callback = Module(copy.deepcopy(net)), XKFACCallback(memory)
-    module.lr = 0.05
-    searching = trainer(callbacks=[callback], default_root_dir=tmp_path)
-    L.tuner.Tuner(searching).lr_find(module, loader(), num_training=4, update_attr=False)
-    assert callback.memory is memory
-    assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
-    searching.fit(module, loader(), loader(2))
-    same_network(module, by_hand(net, memory)[0])
+    search = L.callbacks.LearningRateFinder(num_training_steps=4, update_attr=False)
+    found, callback = fitted(net, memory, callbacks=[search], default_root_dir=tmp_path)
+    expected, after = by_hand(net, memory)
+    same_network(found, expected)
+    same_memory(callback.memory, after)
 
 
 def test_one_callback_learns_several_tasks(source):
