@@ -92,7 +92,7 @@ class Memory:
         """Return the memory of one task more: H <- ls * H + lt * H_t for weights (ls, lt), anchored at `model`.
 
         Two terms become one Kronecker product that has the trace of their weighted sum (see
-        `xkfac.averaging`), or with `keep_all` all terms are kept; a unit of one side alone counts zero on the other.
+        `curvature.averaging`), or with `keep_all` all are kept; a unit of one side alone counts zero on the other.
 
         Raises MismatchError when a unit was found in another shape, or made of other parts, than before.
         """
@@ -125,8 +125,8 @@ class Memory:
         """Write the memory to a safetensors file, atomically, its curvature in `storage_dtype`.
 
         That is float32, bfloat16 or float64, by default the curvature's own. The anchor is kept in float32 at least:
-        rounded, it would pull the weights away from where they are. In bfloat16 the Kronecker factors are stored by
-        their Cholesky roots, which stay positive semi-definite when rounded.
+        rounded, it would pull the weights away from where they are. With bfloat16 the Kronecker factors are stored
+        as correlations of 16 bits, shrunk by what keeps them positive semi-definite (see `files.correlations`).
 
         Raises MemoryFileError when the file cannot be written, XkfacError for numbers that are not finite in it.
         """
@@ -141,7 +141,7 @@ class Memory:
                 raise XkfacError(
                     f"numbers of unit '{unit}' are not finite in {dtype}; make the memory again, or save it in float64"
                 )
-        storage.write(path, {**self._description(), "roots": dtype is torch.bfloat16}, self._stored(dtype))
+        storage.write(path, {**self._description(), "roots": False}, self._stored(dtype))
 
     def _stored(self, dtype: torch.dtype) -> dict[str, Tensor]:
         exact = torch.promote_types(dtype, torch.float32)
@@ -270,9 +270,7 @@ def estimate_for(method: Method, model: nn.Module, loader: Iterable[Any], **opti
         rows = tuple(Row(name, "-", "unprotected", parameter.numel()) for name, parameter in named)
         return Estimate(Curvature({}), Coverage((), rows), 0)
     options["exclude"] = excluded_by(method, model, options.get("exclude") or ())
-    return estimate(
-        model, loader, **asdict(method.settings), merge=method.merge, per_parameter=method.per_parameter, **options
-    )
+    return estimate(model, loader, method.settings, merge=method.merge, per_parameter=method.per_parameter, **options)
 
 
 def excluded_by(method: Method, model: nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
-from xkfac.curvature.moments import Form, Grouping
-from xkfac.curvature.operator import CurvatureKind, Labels, Settings
+from xkfac.curvature.operator import Settings, SettingsOptions
 from xkfac.errors import XkfacError
 from xkfac.model.merged_weight import INTERPRETATIONS, Interpretation
-from xkfac.model.passes import Statistics
 
 
 @dataclass(frozen=True)
@@ -136,16 +134,9 @@ METHODS: dict[str, Method] = {
 }
 
 
-class MethodOptions(TypedDict, total=False):
+class MethodOptions(SettingsOptions, total=False):
     """The fields of a `Method` and of its `Settings` that a call can change, with their types."""
 
-    kind: CurvatureKind
-    form: Form
-    grouping: Grouping
-    labels: Labels
-    draws: int | None
-    statistics: Statistics
-    cross_layer: bool
     penalised: bool
     merge: bool
     per_parameter: bool
