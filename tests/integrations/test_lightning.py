@@ -184,8 +184,8 @@ class OfThisProcess(Module):
 
 
 def two_processes(module, memory, epochs):
-    """Return what DDP does, in one process: gradients are averaged, buffers are those of process 0."""
-    learner = xkfac.Learner(module, memory)
+    """Learn as DDP does, in one process: gradients are averaged, buffers are those of process 0."""
+    learner = xkfac.Learner(module, memory, penalty_every=1)  # as several processes do it
     loaders = [batches(1), batches(2)]
     learner.begin([*loaders[0], *loaders[1]])
     optimizer = module.configure_optimizers()
@@ -303,7 +303,7 @@ def test_the_older_package_name(source, monkeypatch):
 
     class Older(older.LightningModule):
         forward, training_step = Module.forward, Module.training_step
-        configure_optimizers = Module.configure_optimizers
+        lr, configure_optimizers = Module.lr, Module.configure_optimizers
 
         def __init__(self, net):
             super().__init__()
