@@ -48,7 +48,7 @@ def main() -> None:
     plain = ImageExamples(source.validation, Augmentation(options.pixels), False)
     order = batches(len(plain), 32, seed=0, task=0, epoch=0)[: options.curvature_batches]
     memory = xkfac.consolidate(
-        net, [plain.take(index) for index in order], exclude=["heads.*"], draws=4, grouping="hierarchical"
+        net, [plain.take(index) for index in order], "xkfac", exclude=["heads.*"], draws=4, grouping="hierarchical"
     )
     augmentation = Augmentation(options.pixels, (options.least, 1.0))
     drawn = ImageExamples(target, augmentation, True)

@@ -104,9 +104,9 @@ def main() -> None:
     plain = ImageExamples(source.validation, Augmentation(options.pixels), False)
     order = batches(len(plain), 32, seed=0, task=0, epoch=0)[: options.batches]
     given = [plain.take(index) for index in order]
-    factors = dict(factors_of(xkfac.consolidate(net, given, exclude=["heads.*"], draws=1), options.units))
+    factors = dict(factors_of(xkfac.consolidate(net, given, "xkfac", exclude=["heads.*"], draws=1), options.units))
     with rounding():
-        coarse = dict(factors_of(xkfac.consolidate(net, given, exclude=["heads.*"], draws=1), options.units))
+        coarse = dict(factors_of(xkfac.consolidate(net, given, "xkfac", exclude=["heads.*"], draws=1), options.units))
     results: dict[str, dict[str, float]] = {}
     for name, factor in factors.items():
         largest = torch.linalg.eigvalsh(factor.double())[-1]

@@ -514,7 +514,7 @@ def test_factors_across_layers_of_another_size_are_refused(tmp_path, contents):
 def small(tmp_path_factory):
     path = tmp_path_factory.mktemp("memory") / "memory"
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    memory = xkfac.consolidate(net, [(torch.randn(4, 2), torch.zeros(4))])
+    memory = xkfac.consolidate(net, [(torch.randn(4, 2), torch.zeros(4))], "xkfac")
     memory.save(path)
     return memory, path.with_name("damaged"), path.read_bytes()
 

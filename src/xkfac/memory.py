@@ -225,7 +225,7 @@ def _laid_out(tensor: Tensor) -> Tensor:
 def consolidate(
     model: nn.Module,
     loader: Iterable[Any],
-    method: str | Method = "xkfac",
+    method: str | Method = "fixed-bn",
     *,
     likelihood: str | Likelihood = "categorical",
     exclude: Iterable[str] = (),
@@ -239,7 +239,8 @@ def consolidate(
 ) -> Memory:
     """Make the memory of the task that `model` has just learnt, while its data is there.
 
-    `method` is one of `METHODS`, or a `Method`. `options` change fields of it and of its `Settings`, such as
+    `method` is one of `METHODS`, or a `Method`: by default `fixed-bn`, which keeps BN as it is and protects every layer
+    with its BN by hierarchical Kronecker factors; `paper` is XK-FAC as the paper has it. `options` change fields of it and of its `Settings`, such as
     `form="paper"`; one that would have no effect is refused. The other arguments are those of `estimate`. The model is
     left as it was, bit by bit.
     """

@@ -295,3 +295,42 @@ def test_draws_take_every_position_once_or_as_often_as_there_are_draws_for_it():
     taken = [Draw(1 / 7, place, 7).share_of(g) for place in range(7)]
     assert [part.item() for part, _ in taken] == [0, 1, 2, 3, 4, 0, 1]
     assert [counted for _, counted in taken] == [3.5, 3.5, 7, 7, 7, 3.5, 3.5]
+
+
+@pytest.mark.parametrize("form", ["mean", "paper"])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_without_coupling_examples_and_batches_have_one_gradient_factor(form, positions):
+    """Written out: deviations within an example with g_ns, means of an example with sum_s g_ns, from all examples."""
+    x, g = data(positions=positions)
+    moments = Moments("unit", GROUPINGS["hierarchical"], form, coupled=False)
+    for a, b in zip(x, g, strict=True):
+        moments.add_inputs(a)
+        moments.add_gradients(b)
+    terms = moments.terms(ROWS, 3 * SIZE)
+    everything, gradients = torch.cat(x, 1), torch.cat(g, 1)
+    means = everything.mean(2)
+    torch.testing.assert_close(terms[-1].left, outer_mean(means.unbind(1)) * positions)
+    if form == "mean":
+        torch.testing.assert_close(terms[-1].right, outer_mean(gradients.sum(2).unbind(1)) / positions)
+    if positions == 1:
+        assert len(terms) == 1
+        return
+    inside = everything - means[:, :, None]
+    torch.testing.assert_close(terms[0].left, outer_mean(inside.flatten(1, 2).unbind(1)) * positions)
+
+
+def test_without_coupling_the_terms_that_are_left_are_the_three_of_exact_labels():
+    """One example per backward pass, as with exact labels: sums over a batch are those over an example."""
+    x, g = data(batches=6, size=1)
+    three = collect(x, g, GROUPINGS["hierarchical"], "mean")
+    moments = Moments("unit", GROUPINGS["hierarchical"], "mean", coupled=False)
+    for a, b in zip(x, g, strict=True):
+        moments.add_inputs(a)
+        moments.add_gradients(b)
+    two = moments.terms(ROWS, 6)
+    assert (len(three), len(two)) == (3, 2)
+
+    def dense(terms):
+        return sum(torch.einsum("gij,gkl->gikjl", term.dense_left, term.right) for term in terms)
+
+    torch.testing.assert_close(dense(two), dense(three))

@@ -58,7 +58,7 @@ class Manual(Module):
 def source():
     """Return a network and the memory of its LightningModule."""
     net = network()
-    return net, xkfac.consolidate(Module(net), batches(0))
+    return net, xkfac.consolidate(Module(net), batches(0), "xkfac")
 
 
 def trainer(**options):

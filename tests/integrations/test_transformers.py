@@ -91,7 +91,7 @@ def bare_loop(model, memory, passes, by_items):
 @pytest.mark.parametrize(("make", "passes"), [(resnet, 1), (resnet, 2), (convnext, 2), (vit, 2)])
 def test_training_equals_the_plain_loop(make, passes, tmp_path):
     model = make()
-    memory = xkfac.consolidate(model, batches(0), draws=2)
+    memory = xkfac.consolidate(model, batches(0), "xkfac", draws=2)
     expected, found = copy.deepcopy(model), copy.deepcopy(model)
     options = {"eval_strategy": "steps", "eval_steps": 1, "gradient_accumulation_steps": passes}
     trainer = XKFACTrainer(
@@ -116,7 +116,7 @@ def killed(after):
 
 def test_resuming_equals_an_unbroken_training(tmp_path):
     model = resnet()
-    memory = xkfac.consolidate(model, batches(0), draws=2)
+    memory = xkfac.consolidate(model, batches(0), "xkfac", draws=2)
 
     def trainer(**options):
         shuffled = {"gradient_accumulation_steps": 2, "seed": 3}
@@ -174,7 +174,7 @@ def test_the_lines_of_the_page(tmp_path, monkeypatch):
 
 def test_a_model_that_would_be_copied_is_refused(tmp_path):
     model, args = resnet(), arguments(tmp_path)
-    memory = xkfac.consolidate(model, batches(0), draws=1)
+    memory = xkfac.consolidate(model, batches(0), "xkfac", draws=1)
     trainer = XKFACTrainer(model, args, train_dataset=images(1), memory=memory)
     args._n_gpu = 2
     with pytest.raises(xkfac.XkfacError, match="start one process per GPU with torchrun"):

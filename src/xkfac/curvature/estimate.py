@@ -193,9 +193,10 @@ class _Run:
             return finished(collectors, self.processes, examples, decompose=decompose)
 
     def _moments(self, name: str) -> Moments:
+        coupled = self.settings.statistics == "batch"
         if self.processes is None:
-            return Moments(name, self.settings.levels, self.settings.form)
-        return SharedMoments(name, self.settings.levels, self.settings.form, self.coupling)
+            return Moments(name, self.settings.levels, self.settings.form, coupled=coupled)
+        return SharedMoments(name, self.settings.levels, self.settings.form, self.coupling, coupled=coupled)
 
     def first_collector(self, unit: Unit) -> Collector:
         """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""

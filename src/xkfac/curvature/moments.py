@@ -20,6 +20,10 @@ product gives the curvature as a sum of terms, one a level:
 where a location's block holds all examples at one position, an example's block all positions of one example. In the
 paper's *form* the means are those of the mini-batch and the finer gradients are centred; in the *mean* form the means
 are those of the population, so the last input factor is a Gram matrix of a few vectors.
+
+Where no example affects another, since BN has the statistics of the population, the gradient factors of example and
+batch have one expectation. The hierarchical grouping then has two terms, or one for units of a single position, with
+the factor that has N times as many samples.
 """
 
 from __future__ import annotations
@@ -94,6 +98,12 @@ def level_sums(g: Tensor, levels: tuple[Level, ...]) -> list[Tensor]:
     return sums
 
 
+def _uncoupled(element: Term, example: Term, batch: Term) -> tuple[Term, ...]:
+    """Return the terms of a hierarchical grouping where gradients of different examples are independent."""
+    joined = Term(example.left + batch.dense_left, example.right)
+    return (element, joined) if element.left.any() else (joined,)
+
+
 def _beside(passes: Sequence[Tensor]) -> Tensor:
     return passes[0] if len(passes) == 1 else torch.cat(list(passes), 1)
 
@@ -128,14 +138,16 @@ ONE = Draw()
 class Moments:
     """Accumulates the factors of a unit over batches, for one grouping and form.
 
+    coupled: whether the examples of a mini-batch affect each other.
     Input factors are sums, gradient factors averages over positions, both per example, as the paper has them for
     convolutions. Batches count by their number of examples. Inputs come as x, or as images of which x are the patches;
     the factors are the same.
     """
 
-    def __init__(self, name: str, levels: tuple[Level, ...], form: Form) -> None:
+    def __init__(self, name: str, levels: tuple[Level, ...], form: Form, *, coupled: bool = True) -> None:
         self.name = name
         self.levels = levels
+        self._coupled = coupled
         self.population = form == "mean" and len(levels) > 1
         self._left = [Gram() for _ in levels]
         self._right = [Gram() for _ in levels]
@@ -253,8 +265,13 @@ class Moments:
         none = left[0].new_zeros(left[0].shape[0], rows, rows)
         right = [none if factor is None else factor.div_(examples) for factor in self._gradient_factors()]
         self._left, self._right, self._images, self._deviations = [], [], None, None
-        terms = [Term(a, h) for a, h in zip(left, right, strict=False)]
-        return tuple(terms) if root is None else (*terms, root_term(root, right[-1]))
+        return self._terms(left, right, root)
+
+    def _terms(self, left: list[Tensor], right: list[Tensor], root: Tensor | None) -> tuple[Term, ...]:
+        terms = tuple(Term(a, h) for a, h in zip(left, right, strict=False))
+        if root is not None:
+            terms = (*terms, root_term(root, right[-1]))
+        return terms if self._coupled or self.levels != GROUPINGS["hierarchical"] else _uncoupled(*terms)
 
     def _left_factors(self, examples: int) -> tuple[list[Tensor], Tensor | None]:
         """Return the input factors, and in the mean form the root of the last [groups, ., D] instead of it."""

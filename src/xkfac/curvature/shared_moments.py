@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xkfac.curvature.blocks import Term, root_term
+from xkfac.curvature.blocks import Term
 from xkfac.curvature.input_moments import Level
 from xkfac.curvature.moments import ONE, Draw, Form, Moments, level_sums
 from xkfac.curvature.patches import Patches
@@ -125,8 +125,10 @@ def coupling_of(model: nn.Module, processes: Processes | None) -> Coupling | Non
 class SharedMoments(Moments):
     """Moments of which every process has a part; with a coupling its mini-batches are parts of larger ones."""
 
-    def __init__(self, name: str, levels: tuple[Level, ...], form: Form, coupling: Coupling | None) -> None:
-        super().__init__(name, levels, form)
+    def __init__(
+        self, name: str, levels: tuple[Level, ...], form: Form, coupling: Coupling | None, *, coupled: bool = True
+    ) -> None:
+        super().__init__(name, levels, form, coupled=coupled)
         self.coupling = coupling
         self._sums: list[Tensor] | None = None
         self._root: Tensor | None = None
@@ -204,5 +206,4 @@ class SharedMoments(Moments):
             return super().terms(rows, examples)
         right = [factor / examples for factor in self._sums[-len(self.levels) :]]
         left = [factor / examples for factor in self._sums[: -len(self.levels)]]
-        terms = [Term(a, h) for a, h in zip(left, right, strict=False)]
-        return tuple(terms) if self._root is None else (*terms, root_term(self._root, right[-1]))
+        return self._terms(left, right, self._root)
