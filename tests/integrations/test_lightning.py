@@ -99,7 +99,7 @@ def by_hand(net, memory, **options):
             id="accumulation and clipping",
         ),
         pytest.param(Manual, {}, {"accumulate_grad_batches": 2}, {"passes": 2}, id="manual optimization"),
-        pytest.param(Module, {"precision": "bf16-mixed"}, {}, {"autocast": True}, id="bf16-mixed"),
+        pytest.param(Module, {"precision": "bf16-mixed"}, {}, {"autocast": torch.bfloat16}, id="bf16-mixed"),
     ],
 )
 def test_a_fit_equals_the_plain_loop(source, kind, options, callback_options, bare):
@@ -110,14 +110,19 @@ def test_a_fit_equals_the_plain_loop(source, kind, options, callback_options, ba
     same_memory(callback.memory, after)
 
 
-def test_gradients_that_a_scaler_has_scaled(source):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_half_precision_with_a_gradient_scaler(source, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
     net, memory = source
-    plugin = L.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    plugin.forward_context = torch.enable_grad  # float32, so that only the scale differs from the plain loop
-    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-    found, _ = fitted(net, memory, plugins=plugin, **options)
-    expected, _ = by_hand(net, memory, passes=2, clip=0.1)
-    same_network(found, expected)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    plugin = L.plugins.MixedPrecision("16-mixed", device, scaler)
+    options = {"accelerator": device.replace("cuda", "gpu"), "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    found, _ = fitted(net, memory, plugins=plugin, devices=1, **options)
+    expected = Module(copy.deepcopy(net)).to(device)
+    target = [(x.to(device), y.to(device)) for x, y in batches(1)]
+    bare_loop(expected, memory, target, passes=2, clip=0.1, autocast=torch.float16, scale=1024.0)
+    same_network(found.cpu(), expected.cpu())
 
 
 class Killed(L.Callback):
@@ -203,8 +208,10 @@ def two_processes(module, memory, epochs):
     learner.close()
 
 
-def test_two_processes(source, tmp_path):
-    net, memory = source
+@pytest.mark.parametrize("method", ["xkfac", "fixed-bn"])
+def test_two_processes(method, tmp_path):
+    net = network()
+    memory = xkfac.consolidate(Module(net), batches(0), method)
     module = OfThisProcess(copy.deepcopy(net))
     module.folder = tmp_path
     options = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False, "limit_val_batches": 0}
