@@ -183,6 +183,9 @@ class OfThisProcess(Module):
     def train_dataloader(self):
         return loader(1 + self.global_rank)
 
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9, weight_decay=0.1)
+
     def on_fit_end(self):
         (callback,) = (one for one in self.trainer.callbacks if isinstance(one, XKFACCallback))
         torch.save((self.state_dict(), callback.memory), self.folder / str(self.global_rank))
@@ -219,7 +222,7 @@ def test_two_processes(method, tmp_path):
         warnings.simplefilter("ignore")
         trainer(callbacks=[XKFACCallback(memory)], **options).fit(module)
     (found, after), (other, other_after) = (torch.load(tmp_path / name, weights_only=False) for name in "01")
-    expected = Module(copy.deepcopy(net))
+    expected = OfThisProcess(copy.deepcopy(net))
     two_processes(expected, memory, 2)
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(found[name], parameter, rtol=1e-5, atol=1e-6)
