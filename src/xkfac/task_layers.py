@@ -1,6 +1,6 @@
 """Layers that a task has of its own, as it has a head: for tasks that are told apart when the network is used.
 
-Where it is known which task an input belongs to, or can be told (`xkfac.telling`), its BN need not be shared. The
+Where it is known which task an input belongs to, or can be inferred (`xkfac.Router`), its BN need not be shared. The
 layers' weights alone are common then, and protected; gamma, beta and the statistics of every BN are kept with a task's
 head, and are free for the next one. Other layers can go the same way, at the cost of a copy a task, with BN or without.
 """
@@ -22,14 +22,15 @@ from xkfac.model.passes import norms_of, unwrap
 
 
 class TaskLayer(nn.Module):
-    """One layer a task, copies of a given one at first, of which that of the `active` task is used.
+    """One layer per task: copies of a given one, or given by task, as heads are. The layer of the `active` task runs.
 
-    All are there from the start, so that the structure of a state dict never changes.
+    All exist from the start, so that the structure of a state dict never changes.
     """
 
-    def __init__(self, layer: nn.Module, tasks: Iterable[str]) -> None:
+    def __init__(self, layer: nn.Module | Mapping[str, nn.Module], tasks: Iterable[str] = ()) -> None:
         super().__init__()
-        self.of = nn.ModuleDict({task: copy.deepcopy(layer) for task in tasks})
+        given = layer if isinstance(layer, Mapping) else {task: copy.deepcopy(layer) for task in tasks}
+        self.of = nn.ModuleDict(given)
         if not self.of:
             raise XkfacError("a TaskLayer needs the name of at least one task")
         self.active = next(iter(self.of))

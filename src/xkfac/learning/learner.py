@@ -30,6 +30,7 @@ from xkfac.penalty.implicit import Implicit
 from xkfac.penalty.quadratic import Penalty
 from xkfac.penalty.side_stream import Branch
 from xkfac.penalty.stiffness import stiffness
+from xkfac.routing.router import Router
 
 
 class Learner:
@@ -338,11 +339,13 @@ class Learner:
         seed: int = 0,
         progress: Progress = False,
         graph: bool = False,
+        router: Router | None = None,
     ) -> Memory:
         """End the target task: return the memory extended by it, H <- ls * H + lt * H_t (postprocessing).
 
         keep: `average` the factors (constant size) or keep `all` terms (exact, growing). Arguments left out are those
-        of the learner, or those the memory was made with. The learner is closed.
+        of the learner, or those the memory was made with. The learner is closed. router: gets the statistics of the
+        task whose layers are active.
 
         Raises XkfacError where nothing has protected the past, since `objective` was never called.
         """
@@ -351,6 +354,8 @@ class Learner:
             self._guard.check_learnt()
         self.close()
         memory = with_options(self.memory, likelihood=likelihood, exclude=exclude, forward=forward)
+        if router is not None:
+            router.add_task(router.active_task, loader, max_batches=max_batches, progress=progress)
         return extended(
             memory,
             self.method,
