@@ -107,8 +107,8 @@ class Line:
     average: the epochs at the end whose weights are averaged, 0 for the last weights alone.
     method: one of `xkfac.METHODS`; or `joint`, which trains on all tasks at once, for each number of tasks in `at`; or
     `single`, which trains a network of its own for each task.
-    own: layers that each task has of its own, by patterns of their paths; `method` says whether BN is too. Permuted
-    digits are then told apart by themselves (`TaskTeller`).
+    own: layers that each task has of its own, by patterns of their paths; `method` says whether BN is too. The
+    task of a permuted digit is then inferred (`xkfac.Router`).
     interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
     damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
     held-out examples of the first task found. steady: take no learning rate above half of what is stable along the
@@ -118,7 +118,8 @@ class Line:
     a task is learnt under a penalty, BN's own rate unless given; strong penalties see their noise, and need it slow.
     balance: adaptive alpha_s and alpha_t, updated every `balance_every` steps; C_t is the training loss at the end of
     the line whose method is `single`.
-    curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}.
+    curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}. temperature: that of the
+    predictions whose Fisher it is, see `xkfac.Categorical`.
     consolidate: the part of a task that its curvature is estimated on, `train` or `validation`; batches: at most so
     many batches of it, 0 for all. keep: `average` the factors over tasks, or keep `all` terms.
     grid: values of `lr` and `damping` that `xkfac tune` chooses from for each task, on its validation split.
@@ -158,6 +159,7 @@ class Line:
     balance: bool = False
     balance_every: int = 10
     curvature: Mapping[str, Any] = field(default_factory=dict)
+    temperature: float = 1.0
     consolidate: Literal["train", "validation"] = "train"
     batches: int = 0
     keep: Literal["average", "all"] = "average"

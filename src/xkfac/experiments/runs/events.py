@@ -72,6 +72,7 @@ def job_result(events: Sequence[Event], line: str, seed: int, plan: Plan | None 
         seconds=[event["seconds"] for event in of["task"]],
         diverged=None if end is None else end.get("diverged"),
         done=end is not None,
+        inference=next((event["inference"] for event in of["task"] if "inference" in event), []),
     )
 
 

@@ -27,6 +27,7 @@ from xkfac.learning.balance import Balance
 from xkfac.learning.calibrator import calibrate
 from xkfac.learning.learner import Learner
 from xkfac.memory import Memory, consolidate
+from xkfac.model.likelihood import Categorical
 from xkfac.penalty.implicit import Implicit
 
 CHECKPOINT_SECONDS = 10.0
@@ -175,6 +176,7 @@ class Sequence:
             strength=self._strength(),
             bn_momentum=line.bn_momentum,
             balance=self._balance,
+            penalty_every=1,  # the same numbers on every device
         ) as learner:
             begun = {"begun": True, "balance": self._balance.state_dict() if self._balance else None}
             learner.load_state_dict(begun)
@@ -293,7 +295,13 @@ class Sequence:
         graph = self._device.type == "cuda"
         if self.memory is None:
             self.memory = consolidate(
-                self.model, loader, self.method, exclude=self.course.exclude, seed=seed, graph=graph
+                self.model,
+                loader,
+                self.method,
+                likelihood=Categorical(self.line.temperature),
+                exclude=self.course.exclude,
+                seed=seed,
+                graph=graph,
             )
             if self.line.calibrated:
                 held_out = self._batches(self.course.fixed(stage.task, "validation"), stage)
@@ -307,10 +315,12 @@ class Sequence:
 
     def _end_stage(self, stage: Stage, start: float) -> None:
         """Measure what is known after a stage, and turn to the next."""
+        inference = self.course.inference(self.model) if stage.count == self.line.tasks and not stage.anew else None
         self.folder.note(
             "task",
             task=stage.task,
             accuracy=self.measure(stage),
+            **({} if inference is None else {"inference": inference}),
             before=self.progress.before,
             kept=self.progress.kept,
             seconds=time.monotonic() - start,
@@ -355,17 +365,15 @@ class Sequence:
         tensors |= carried
         tensors |= {f"best/{name}": tensor for name, tensor in self._best.items()}
         tensors |= {f"start/{name}": tensor for name, tensor in self._start.items()}
-        tensors |= {f"course/{name}": tensor for name, tensor in self.course.state_dict().items()}
         self.folder.save(state, tensors)
         self._saved = time.monotonic()
 
     def _load(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Take a checkpoint up; return what a training in progress goes on with."""
         tensors = {key: tensor.to(self._device) for key, tensor in tensors.items()}
-        named = _by_kind(tensors, "model", "best", "start", "course")
+        named = _by_kind(tensors, "model", "best", "start")
         try:
             self.model.load_state_dict(named["model"])
-            self.course.load_state_dict(named["course"])
         except (RuntimeError, KeyError, ValueError):
             raise RunError(
                 f"the checkpoint of job '{self.folder.line}', seed {self.seed}, is not of the network that recipe.toml "

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from xkfac.experiments.data.augmentation import Augmentation
-from xkfac.experiments.data.digits import Part, Parts, permutation, stream
+from xkfac.experiments.data.digits import Parts, permutation, stream
 from xkfac.experiments.data.images import PictureParts, Pictures
 from xkfac.experiments.networks.backbones import ManyHeaded
 from xkfac.experiments.networks.perceptron import perceptron
 from xkfac.experiments.recipes.recipe import Line
-from xkfac.experiments.runs.task_inference import TaskTeller
-from xkfac.experiments.runs.training import Batch, Examples, Pool, accuracy, count_right, pool
+from xkfac.experiments.runs.task_inference import measure, meet
+from xkfac.experiments.runs.training import Batch, Examples, Pool, accuracy, pool
+from xkfac.routing.router import Router
 from xkfac.task_layers import enter_task, give_task_layers, give_task_norms, using_task
 
 Which = Literal["validation", "test"]
@@ -57,19 +58,16 @@ class Course(Protocol):
     def accuracy(self, model: nn.Module, task: int, part: Which) -> float:
         """Return the percentage of a part of a task that the network gets right."""
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what it knows of tasks that were met, beside the network."""
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what a `state_dict` has."""
+    def inference(self, model: nn.Module) -> list[dict[str, Any]] | None:
+        """Return what `task_inference.measure` finds on each task, where tasks have layers of their own."""
 
 
 @dataclass
 class Permuted:
     """Permutations of the pixels of one data set, for the perceptron of a line.
 
-    Where tasks have layers of their own, no image of a test comes with its task: each is told apart by itself, among
-    the tasks that were met so far, by what is known of their training images.
+    Where tasks have layers of their own, no image of a test comes with its task: the task is inferred for each image by
+    itself, among the tasks that were met so far, from statistics of their training images.
     """
 
     line: Line
@@ -86,7 +84,8 @@ class Permuted:
         self._permutations = [permutation(features, self.seed, task) for task in range(self.line.tasks)]
         self._own_bn = self.line.resolved_method().own_bn
         self._apart = self._own_bn or bool(self.line.own)
-        self._teller = TaskTeller()
+        self._router: Router | None = None
+        self._met = 0
 
     @property
     def device(self) -> torch.device:
@@ -104,13 +103,26 @@ class Permuted:
         return network.to(self.device)
 
     def enter(self, model: nn.Module, task: int) -> None:
-        """Use the layers of a task, where it has its own, and get to know its inputs."""
-        if not self._apart:
-            return
-        name = self.tasks[task]
-        enter_task(model, name)
-        if name not in self._teller.tasks:
-            self._teller.learn(name, self.fixed(task, "train").chunks())
+        """Use the layers of a task, where it has its own."""
+        if self._apart:
+            enter_task(model, self.tasks[task])
+            self._met = max(self._met, task + 1)
+
+    def _known(self) -> Router:
+        """Return the router, which knows the tasks that were met; its features are those of the initial network."""
+        self._router = self._router or Router(self.network())
+        meet(self._router, self.tasks[: self._met], lambda task: self.fixed(task, "train").chunks())
+        return self._router
+
+    def _measure(self, model: nn.Module, task: int) -> dict[str, Any]:
+        test, columns = self.parts.test, self._permutations[task].to(self.device)
+        chunks = zip(test.x.index_select(1, columns).split(500), test.y.split(500), strict=True)
+        return measure(self._known(), model, task, chunks, one_head=True)
+
+    def inference(self, model: nn.Module) -> list[dict[str, Any]] | None:
+        """Return how well tasks are inferred, where they have layers of their own."""
+        whole = self._apart and len(self.parts.test) > 0
+        return [self._measure(model, task) for task in range(len(self.tasks))] if whole else None
 
     def train(self, tasks: range) -> Pool:
         """Return the training examples under the permutations of some tasks."""
@@ -126,27 +138,12 @@ class Permuted:
         if len(chosen) == 0:
             return 0.0
         columns = self._permutations[task]
-        if not self._teller.tasks:
+        if not self._met:
             return accuracy(model, chosen, columns)
         if part == "validation":  # of the task that is learnt, for choices on it
             with using_task(model, self.tasks[task]):
                 return accuracy(model, chosen, columns)
-        x = chosen.x.index_select(1, columns.to(self.device))
-        told = self._teller.scores(x).argmax(1)
-        right = 0
-        for index in sorted(set(told.tolist())):
-            mine = told == index
-            with using_task(model, self._teller.tasks[index]):
-                right += count_right(model, Part(x[mine], chosen.y[mine]))
-        return 100 * right / len(chosen)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what tasks that were met are told apart by."""
-        return self._teller.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what a `state_dict` has."""
-        self._teller.load_state_dict(state)
+        return float(self._measure(model, task)["inferred"])
 
 
 @dataclass(eq=False)
@@ -253,9 +250,15 @@ class PictureCourse:
                 right += (model(x).argmax(1) == y).sum()
         return 100 * right.item() / len(pictures)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return nothing: all that is known of tasks is in the network."""
-        return {}
+    def inference(self, model: nn.Module) -> list[dict[str, Any]] | None:
+        """Return how well tasks are inferred from features of the source network, where they have their own layers."""
+        if not (self.own_bn or self.own) or any(len(self._parts(task)[0].test) == 0 for task in range(len(self.tasks))):
+            return None
+        router = Router(self.network(), "source", using=ManyHeaded.using)
+        meet(router, self.tasks, lambda task: self.fixed(task, "train").chunks())
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Do nothing."""
+        def test(task: int) -> Iterable[Batch]:
+            parts, augmentation = self._parts(task)
+            return PicturePool(parts.test, augmentation, False).chunks()
+
+        return [measure(router, model, task, test(task), one_head=False) for task in range(len(self.tasks))]
