@@ -1,4 +1,3 @@
-"""Which task an input is of: batches of each task come in, statistics of their features are kept, tasks go out.
-
-`density.py` is the mathematics, `probe.py` the features, `router.py` the object for users.
+"""Which task an input is of: batches of each task come in and leave statistics of their features behind; inferred tasks
+and the answers of their layers go out.
 """
