@@ -92,6 +92,7 @@ def assert_same_gradients(found, wanted, tolerance):
         assert error <= tolerance * max(1, gradient.abs().max()), f"{name}: {error}"
 
 
+@torch.no_grad()
 def central_difference(problem, leaf, direction, step=1e-5):
     start = leaf.clone()
     ends = []

@@ -9,7 +9,6 @@ from xkfac.model.likelihood import LIKELIHOODS, Bernoulli, Categorical, Gaussian
 
 CASES = {
     "categorical": (Categorical(), (3, 4)),
-    "categorical, temperature 3": (Categorical(3), (3, 4)),
     "categorical with positions": (Categorical(), (2, 3, 2, 2)),
     "bernoulli": (Bernoulli(), (3, 4)),
     "bernoulli of one": (Bernoulli(), (5,)),

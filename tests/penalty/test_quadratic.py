@@ -70,7 +70,6 @@ def test_gradients_are_central_differences_along_random_directions(curvature, in
         torch.testing.assert_close(difference, slope, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("interpretation", ["bn", "brn"])
 def test_every_entry_of_every_gradient_is_its_central_difference(interpretation):
     problem = Problem("paper", interpretation)

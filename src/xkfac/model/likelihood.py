@@ -64,23 +64,9 @@ class Likelihood(ABC):
 
 
 class Categorical(Likelihood):
-    """Class probabilities softmax(output / temperature) over dimension 1 of [N, C] or [N, C, ...].
-
-    A temperature T above 1 protects confident predictions too: at 1 their Fisher is next to zero, and they may drift
-    until they are confident no longer. The Fisher has a factor 1/T^2; a `strength` of T^2 makes up for it.
-    """
+    """Class probabilities softmax(output) over dimension 1 of [N, C] or [N, C, ...]."""
 
     name = "categorical"
-
-    def __init__(self, temperature: float = 1.0) -> None:
-        if not 0 < temperature < float("inf"):
-            raise XkfacError(f"the temperature of the categorical likelihood must be above 0, not {temperature}")
-        self.temperature = float(temperature)
-
-    @property
-    def arguments(self) -> dict[str, float]:
-        """The temperature; a file of before there was one says nothing."""
-        return {"temperature": self.temperature} if self.temperature != 1 else {}
 
     def _flat(self, output: Tensor) -> Tensor:
         if output.dim() < 2:
@@ -110,7 +96,7 @@ class Categorical(Likelihood):
 
     def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """Draw classes [N, ...] by the Gumbel trick, without a host synchronisation."""
-        logits = self._flat(output.detach()) / self.temperature
+        logits = self._flat(output.detach())
         noise = torch.empty_like(logits).exponential_(generator=generator)
         return torch.sub(logits, noise.log_(), out=noise).argmax(1)
 
@@ -126,27 +112,25 @@ class Categorical(Likelihood):
 
     def nll(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy [N]."""
-        loss = F.cross_entropy(self._flat(output) / self.temperature, labels, reduction="none")
+        loss = F.cross_entropy(self._flat(output), labels, reduction="none")
         return loss.reshape(output.shape[0], -1).sum(1)
 
     def score(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Return (softmax(output / temperature) - onehot(labels)) / temperature."""
-        score = (self._flat(output.detach()) / self.temperature).softmax(1)
+        """Return softmax(output) - onehot(labels)."""
+        score = self._flat(output.detach()).softmax(1)
         labels = labels.long().unsqueeze(1)
-        score.scatter_add_(1, labels, score.new_full((), -1.0).expand(labels.shape))
-        return (score if self.temperature == 1 else score / self.temperature).to(output.dtype)
+        return score.scatter_add_(1, labels, score.new_full((), -1.0).expand(labels.shape)).to(output.dtype)
 
     def root(self, output: Tensor) -> Iterator[Tensor]:
-        """Yield sqrt(p_c) (p - e_c) / temperature for every class c, position by position."""
-        logits = self._flat(output.detach()) / self.temperature
+        """Yield sqrt(p_c) (p - e_c) for every class c, position by position."""
+        logits = self._flat(output.detach())
         p = logits.softmax(1).flatten(2) if logits.dim() > 2 else logits.softmax(1).unsqueeze(2)
         for position in range(p.shape[2]):
             for label in range(p.shape[1]):
                 root = torch.zeros_like(p)
                 root[:, :, position] = p[:, :, position]
                 root[:, label, position] -= 1
-                weight = p[:, label, position].sqrt() / self.temperature
-                yield (root * weight[:, None, None]).reshape(output.shape)
+                yield (root * p[:, label, position].sqrt()[:, None, None]).reshape(output.shape)
 
 
 class Bernoulli(Likelihood):

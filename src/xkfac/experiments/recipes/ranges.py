@@ -44,7 +44,6 @@ _RANGES: Mapping[type, Mapping[str, Kind]] = {
         "strength": _number(0),
         "momentum": _number(0, 1),
         "label_smoothing": _number(0, 1),
-        "temperature": Kind("above 0", lambda value: 0 < value < float("inf")),
         "bn_momentum": Kind("above 0 and at most 1", lambda value: 0 < value <= 1),
     },
     Recipe: {

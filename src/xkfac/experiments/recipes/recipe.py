@@ -118,8 +118,7 @@ class Line:
     a task is learnt under a penalty, BN's own rate unless given; strong penalties see their noise, and need it slow.
     balance: adaptive alpha_s and alpha_t, updated every `balance_every` steps; C_t is the training loss at the end of
     the line whose method is `single`.
-    curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}. temperature: that of the
-    predictions whose Fisher it is, see `xkfac.Categorical`.
+    curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}.
     consolidate: the part of a task that its curvature is estimated on, `train` or `validation`; batches: at most so
     many batches of it, 0 for all. keep: `average` the factors over tasks, or keep `all` terms.
     grid: values of `lr` and `damping` that `xkfac tune` chooses from for each task, on its validation split.
@@ -159,7 +158,6 @@ class Line:
     balance: bool = False
     balance_every: int = 10
     curvature: Mapping[str, Any] = field(default_factory=dict)
-    temperature: float = 1.0
     consolidate: Literal["train", "validation"] = "train"
     batches: int = 0
     keep: Literal["average", "all"] = "average"

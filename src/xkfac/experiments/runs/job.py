@@ -27,7 +27,6 @@ from xkfac.learning.balance import Balance
 from xkfac.learning.calibrator import calibrate
 from xkfac.learning.learner import Learner
 from xkfac.memory import Memory, consolidate
-from xkfac.model.likelihood import Categorical
 from xkfac.penalty.implicit import Implicit
 
 CHECKPOINT_SECONDS = 10.0
@@ -295,13 +294,7 @@ class Sequence:
         graph = self._device.type == "cuda"
         if self.memory is None:
             self.memory = consolidate(
-                self.model,
-                loader,
-                self.method,
-                likelihood=Categorical(self.line.temperature),
-                exclude=self.course.exclude,
-                seed=seed,
-                graph=graph,
+                self.model, loader, self.method, exclude=self.course.exclude, seed=seed, graph=graph
             )
             if self.line.calibrated:
                 held_out = self._batches(self.course.fixed(stage.task, "validation"), stage)
