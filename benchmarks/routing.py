@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 import xkfac
 from xkfac.experiments.data.augmentation import Augmentation
-from xkfac.experiments.data.digits import load, permutation
-from xkfac.experiments.data.images import Pictures, load_pictures
+from xkfac.experiments.data.digits import Part, load, permutation
+from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.networks.weights import load_source
 from xkfac.model.passes import norms_of
@@ -42,7 +42,7 @@ Batches = list[tuple[Tensor, Tensor]]
 BATCH = 32
 
 
-def some(pictures: Pictures, count: int, device: str) -> Batches:
+def some(pictures: Part, count: int, device: str) -> Batches:
     """Return `count` images, drawn by a fixed seed, as batches of inputs and labels."""
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))[:count]
     plain = Augmentation(128).plain
