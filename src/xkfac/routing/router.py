@@ -21,7 +21,7 @@ from xkfac.routing.probe import Probe, last_features, make_probe, plain
 from xkfac.task_layers import TaskLayer, task_layers_of, using_task
 
 By = Literal["early", "last", "source"]
-Using = Callable[[nn.Module, str], AbstractContextManager[None]]
+Using = Callable[[Any, str], AbstractContextManager[None]]
 FORMAT = "xkfac-router"
 QUANTILES = 101  # of a task's own log densities: they say how unusual an image is
 HELD_OUT = 5  # one image out of so many measures these, and the temperature, instead of the density
@@ -54,6 +54,11 @@ class Router(nn.Module):
 
     The prior probability of a task is its share of all classes: each class is as likely as any other.
     """
+
+    unit: Tensor
+    quantiles: Tensor
+    temperatures: Tensor
+    classes: Tensor
 
     def __init__(self, model: nn.Module, by: By = "early", *, using: Using = using_task, rank: int = 32) -> None:
         super().__init__()
@@ -137,7 +142,7 @@ class Router(nn.Module):
             raise XkfacError("the router knows no task yet; call add_task(task, loader) for each")
         return Densities(*(getattr(self, name) for name in DENSITY))
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _features(self, x: Any, first: str) -> tuple[Tensor, Tensor | None]:
         """Return the features [N, F] of inputs, and the answers for the first task where these came out as well."""
@@ -156,7 +161,8 @@ class Router(nn.Module):
         densities = self._densities()
         return densities.log_density(self._features(x, self.tasks[0])[0] / self.unit)
 
-    @torch.compiler.disable(recursive=False)  # which tasks a batch is of is not known before it runs
+    # Which tasks a batch is of is not known before it runs.
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, x: Tensor, task: str | None = None, *, together: bool = False, unknown: float = 0.0) -> Routed:
         """Return what the network answers for x [N, ...], and the tasks that the examples were taken for.
 
@@ -203,7 +209,7 @@ class Router(nn.Module):
         counts = (likeliest[:, None] == places).sum(0).tolist()
         order = likeliest.argsort(stable=True)
         outputs = []
-        for place, part in enumerate(order.split(counts)):
+        for place, part in enumerate(torch.split(order, counts)):
             if place == 0 and first is not None and not torch.is_grad_enabled():
                 outputs.append(first if len(part) == len(x) else first[part])
             elif len(part) == len(x):
@@ -313,7 +319,7 @@ def _unit(variance: Tensor, blocks: list[int]) -> Tensor:
     Features of one block share it: one that never varies in the first task, such as a pixel at the border, would
     otherwise decide alone.
     """
-    means = torch.cat([part.mean().expand_as(part) for part in variance.split(blocks)])
+    means = torch.cat([part.mean().expand_as(part) for part in torch.split(variance, blocks)])
     return means.clamp(min=torch.finfo(torch.float32).tiny).sqrt().float()
 
 

@@ -142,7 +142,7 @@ class PermutedTasks(TaskSequence):
         self._router = self._router or Router(self.network())
         meet(self._router, self.tasks[: self._met], lambda place: self._fixed(place, "train").chunks())
         test, columns = self.parts.test, self._permutations[task].to(self.device)
-        chunks = zip(test.x.index_select(1, columns).split(500), test.y.split(500), strict=True)
+        chunks = zip(torch.split(test.x.index_select(1, columns), 500), torch.split(test.y, 500), strict=True)
         return measure(self._router, model, task, chunks, one_head=True)
 
     def inference(self, model: nn.Module) -> list[dict[str, Any]]:
