@@ -12,6 +12,8 @@ from xkfac.methods import METHODS, Method
 from xkfac.model.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from xkfac.model.renorm import BatchRenorm1d, BatchRenorm2d, BatchRenorm3d, to_batchnorm, to_renorm
 from xkfac.model.units import find_units
+from xkfac.routing.batch_statistics import batch_statistics
+from xkfac.routing.router import Router
 from xkfac.task_layers import TaskLayer, enter_task, give_task_layers, give_task_norms, using_task
 
 __version__ = "0.1.0"
@@ -41,6 +43,8 @@ __all__ = [  # noqa: RUF022, grouped by what they are for
     "give_task_norms",
     "enter_task",
     "using_task",
+    "Router",
+    "batch_statistics",
     # batch renormalization
     "BatchRenorm1d",
     "BatchRenorm2d",
