@@ -26,7 +26,7 @@ def forward(model: nn.Module, batch: Any) -> Tensor:
     return output
 
 
-class XKFACPlugin(SupervisedPlugin, supports_distributed=True):
+class XKFACPlugin(SupervisedPlugin, supports_distributed=True):  # type: ignore[call-arg]
     """Keeps what a model has learnt in earlier experiences: `Naive(model, optimizer, plugins=[XKFACPlugin()])`.
 
     The memory of the first experience is calibrated unless `calibrate=False` or a `strength` is given; options of
