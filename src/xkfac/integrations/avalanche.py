@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +30,23 @@ class XKFACPlugin(SupervisedPlugin, supports_distributed=True):  # type: ignore[
     """Keeps what a model has learnt in earlier experiences: `Naive(model, optimizer, plugins=[XKFACPlugin()])`.
 
     The memory of the first experience is calibrated unless `calibrate=False` or a `strength` is given; options of
-    `xkfac.calibrate`, such as `{"lr": 0.1}`, may stand in its place. memory: that of tasks learnt before. options:
-    those of `Learner` and `consolidate`, such as `exclude=["classifier*"]` for a classifier that grows. Models
-    of several heads are run with the task label of each example, and their heads are not penalised.
+    `xkfac.calibrate`, such as `{"lr": 0.1}`, may stand in its place. memory: that of tasks learnt before. held_out: a
+    stream such as `benchmark.valid_stream`, whose examples make the memory in place of those that were trained on.
+    options: those of `Learner` and `consolidate`, such as `exclude=["classifier*"]` for a classifier that grows.
+    Models of several heads are run with the task label of each example, and their heads are not penalised.
     """
 
     def __init__(
-        self, memory: Memory | None = None, *, calibrate: bool | Mapping[str, Any] = True, **options: Any
+        self,
+        memory: Memory | None = None,
+        *,
+        held_out: Sequence[Any] | None = None,
+        calibrate: bool | Mapping[str, Any] = True,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.tasks = TaskSequence(memory, calibrate=calibrate, **{"forward": forward, **options})
+        self.held_out = held_out
 
     @property
     def memory(self) -> Memory | None:
@@ -60,8 +67,8 @@ class XKFACPlugin(SupervisedPlugin, supports_distributed=True):  # type: ignore[
 
     def after_training_exp(self, strategy: Any, **kwargs: Any) -> None:
         """Make the memory, or extend it, from the experience's own examples, without those of a replay buffer."""
-        dataset = strategy.experience.dataset.train()
-        loaders = _loaders(dataset, strategy.train_mb_size, kwargs.get("num_workers", 0))
+        examples = _examples(strategy.experience, self.held_out)
+        loaders = _loaders(examples, strategy.train_mb_size, kwargs.get("num_workers", 0))
         self.tasks.finish(strategy.model, *loaders, _heads(strategy.model))
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,11 +92,12 @@ class XKFACRegularization(RegularizationMethod):
         memory: Memory | None = None,
         *,
         batch_size: int = 32,
+        held_out: Sequence[Any] | None = None,
         calibrate: bool | Mapping[str, Any] = True,
         **options: Any,
     ) -> None:
         self.tasks = TaskSequence(memory, calibrate=calibrate, **{"forward": forward, **options})
-        self.batch_size = batch_size
+        self.batch_size, self.held_out = batch_size, held_out
 
     @property
     def memory(self) -> Memory | None:
@@ -106,7 +114,16 @@ class XKFACRegularization(RegularizationMethod):
 
     def post_adapt(self, agent: Any, exp: Any) -> None:
         """End an experience."""
-        self.tasks.finish(agent.model, *_loaders(exp.dataset.train(), self.batch_size), _heads(agent.model))
+        loaders = _loaders(_examples(exp, self.held_out), self.batch_size)
+        self.tasks.finish(agent.model, *loaders, _heads(agent.model))
+
+
+def _examples(experience: Any, held_out: Sequence[Any] | None) -> Any:
+    """Return what a memory is made from: the held-out examples of an experience, or its own."""
+    if held_out is None:
+        return experience.dataset.train()
+    with experience.no_attribute_masking():
+        return held_out[experience.current_experience].dataset.train()
 
 
 def _heads(model: nn.Module) -> list[str]:
