@@ -66,7 +66,7 @@ def main() -> None:
                 if step in AFTER:
                     net.eval()
                     net(drawn.take(index)[0])  # BN is read with its population statistics
-                    learner._watch.forget()
+                    learner._step.readings.clear()
                     results[name].append(learner.penalty().item())
     lines = ["| re-centred on | " + " | ".join(f"after {n}" for n in AFTER) + " |", "|---|" + "---|" * len(AFTER)]
     lines += [f"| {name} | " + " | ".join(f"{value:.4f}" for value in row) + " |" for name, row in results.items()]

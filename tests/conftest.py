@@ -1,7 +1,11 @@
 """Set-up of all tests: one thread a process, and torchvision's models without its compiled operators."""
 
+import sys
+
 import pytest
 import torch
+
+from xkfac import cli
 
 torch.set_num_threads(1)
 
@@ -15,3 +19,20 @@ if torch.version.cuda is None:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def xkfac(monkeypatch, capfd):
+    """Run the command in this process; return its exit code and what it wrote to both outputs."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["xkfac", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as error:
+            code = error.code or 0
+        output = capfd.readouterr()
+        return code, output.out, output.err
+
+    return call

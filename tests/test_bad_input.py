@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import xkfac
-from tests.setups import data, mlp, target
-from xkfac.model.merged_weight import recentre
+from tests.helpers.setups import data, mlp, target
+from xkfac.model.recentre import recentre
 
 
 def empirical(labels, likelihood="categorical", net=None, first=None, **options):

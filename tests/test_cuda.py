@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.setups import Everything, bare, data, randomise
+from tests.helpers.setups import Everything, bare, data, leave_side_stream, randomise
 from xkfac import METHODS, Balance, Calibration, Learner, consolidate
 from xkfac.errors import NotFiniteError, XkfacWarning
 from xkfac.learning.divergence import INTERVAL
@@ -50,14 +50,13 @@ def pair(method="xkfac", **made):
     return first, second
 
 
-@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(
     "made", [{}, {"form": "mean"}, {"kind": "corrected"}, {"cross_layer": True}, {"method": "own-bn"}]
 )
-def test_replays_of_a_captured_step_are_eager_steps(made, branches, monkeypatch):
-    monkeypatch.setattr(Learner, "_branches", branches)
+def test_replays_of_a_captured_step_are_eager_steps(made, beside):
     eager, captured = pair(**made)
-    assert (captured.learner._branch is not None) == branches
+    leave_side_stream(captured.learner, beside)
     x, y = (tensor.clone() for tensor in batches(1, seed=2)[0])
     start = {name: tensor.clone() for name, tensor in captured.tensors().items()}
     side = torch.cuda.Stream()
@@ -86,26 +85,26 @@ def test_replays_of_a_captured_step_are_eager_steps(made, branches, monkeypatch)
     assert captured.learner.last_penalty > 0
 
 
-@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(
     "made",
     [{}, {"form": "paper"}, {"kind": "corrected"}, {"kind": "diagonal"}, {"cross_layer": True}, {"method": "own-bn"}],
 )
-def test_fused_gradients_are_those_of_autograd(made, branches, monkeypatch):
-    monkeypatch.setattr(Learner, "_branches", branches)
+def test_fused_gradients_are_those_of_autograd(made, beside):
     step, _ = pair(**made)
     for x, y in batches(4, seed=2):
         step(x, y)
     model, learner = step.model.double(), step.learner
     learner.close()
     learner = Learner(model, learner.memory, damping=1e-3)
+    leave_side_stream(learner, beside)
     learner.load_state_dict({"begun": True, "balance": None})
     for x, _ in batches(3, seed=4):
         model(x.double())
-        readings = dict(learner._watch.readings)
+        readings = dict(learner._step.readings.readings)
         fused = learner.penalty()
-        weights = {name: one.merged_weight(readings.get(name)) for name, one in learner._bound.items()}
-        reference = learner._penalty(weights)
+        weights = {name: one.merged_weight(readings.get(name)) for name, one in learner._step.bound.items()}
+        reference = learner._step.quadratic(weights)
         assert reference > 0
         torch.testing.assert_close(fused, reference, rtol=1e-9, atol=1e-12)
         parameters = list(model.parameters())
@@ -116,13 +115,13 @@ def test_fused_gradients_are_those_of_autograd(made, branches, monkeypatch):
                 torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-10)
 
 
-def test_a_branch_whose_backward_pass_comes_after_the_next_fork(monkeypatch):
+def test_a_side_stream_whose_backward_pass_comes_after_the_next_start():
     """Memory of a side stream must not be used again while the main stream reads it."""
     results = []
-    for branches in (False, True):
-        monkeypatch.setattr(Learner, "_branches", branches)
+    for beside in (False, True):
         torch.manual_seed(0)
         step, _ = pair()
+        leave_side_stream(step.learner, beside)
         (x, y), (z, w) = batches(2, seed=2)
         for _ in range(20):
             first = step.learner.objective(F.cross_entropy(step.model(x), y))
@@ -148,12 +147,12 @@ def test_a_step_does_not_synchronise(method):
     assert all(tensor.isfinite().all() for tensor in step.tensors().values())
 
 
-@pytest.mark.parametrize("branches", [False, True])
-def test_a_look_at_the_penalty_does_not_synchronise_and_finds_what_is_not_finite(branches, monkeypatch):
-    monkeypatch.setattr(Learner, "_branches", branches)
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_look_at_the_penalty_does_not_synchronise_and_finds_what_is_not_finite(beside):
     model = randomise(Everything()).cuda()
     memory = replace(consolidate(model, batches(2)), calibration=Calibration(1.0, 0.0, (), 1))
     step = Step(model, memory)
+    leave_side_stream(step.learner, beside)
     step.learner.begin(batches(2, shift=1.0, seed=1))
     (x, y), *_ = batches(1, seed=2)
     step(x, y)
@@ -235,7 +234,7 @@ def test_products_of_bfloat16_are_near_those_of_float32(made):
                 torch._foreach_add_(list(model.parameters()), moves)
             learner = Learner(model.train(), memory)
             learner.load_state_dict({"begun": True, "balance": None})
-            assert any(isinstance(block, Rounded) for block, _ in learner._fused._products._parts) == (
+            assert any(isinstance(block, Rounded) for block, _ in learner._step._fused._products._parts) == (
                 precision == "medium"
             )
             model.zero_grad()

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import xkfac
-from xkfac.model.merged_weight import recentre
+from xkfac.model.recentre import recentre
 
 
 def task(permutation=None):

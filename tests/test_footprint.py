@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import xkfac
-from tests.memories import make
+from tests.helpers.memories import make
 
 
 def bytes_of(memory):

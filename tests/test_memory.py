@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import xkfac
-from tests.memories import assert_equal, blocks_of, consolidated, learn, make
+from tests.helpers.memories import assert_equal, blocks_of, consolidated, learn, make
 from xkfac.curvature.blocks import Corrected, Diagonal, KhatriRao, Kronecker, parts
 from xkfac.curvature.estimate import Estimate
 
@@ -59,44 +59,29 @@ def test_fine_tuning_has_a_memory_of_nothing():
     assert extended.tasks == 2
 
 
-def traces(term):
-    """Return tr(A) and tr(H) of a term, one number per group each, to multiply matrices by."""
-    return (m.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] for m in (term.dense_left, term.right))
+def trace(block):
+    return block.diagonal().sum((1, 2))
 
 
-@pytest.mark.parametrize("variant", ["paper", "kfac", "pooled", "hierarchical", "fixed-bn"])
-def test_extend_keeps_the_partial_traces_of_every_term(variant):
-    net, memory, new = two_tasks("conv", variant)
-    extended = memory.extend(net, new, weights=(OWN, OTHERS))
-    for name, block in extended.curvature.blocks.items():
-        if not isinstance(block, Kronecker):
-            continue
-        for term, *both in zip(
-            block.terms, memory.curvature.blocks[name].terms, new.curvature.blocks[name].terms, strict=True
-        ):
-            assert term.left.shape == both[0].left.shape
-            left, right = traces(term)
-            (a, g), (b, h) = map(traces, both)
-            one, two = both
-            torch.testing.assert_close(term.left * right, OWN * g * one.left + OTHERS * h * two.left)
-            torch.testing.assert_close(term.right * left, OWN * a * one.right + OTHERS * b * two.right)
-
-
-@pytest.mark.parametrize("variant", ["xkfac", "mean-hierarchical"])
-def test_extend_unites_the_means_that_are_kept_as_roots(variant):
-    """The partial trace over gradients, sum_k tr(H_k) A_k, is that of the sum, and no block grows."""
+@pytest.mark.parametrize(
+    "variant", ["paper", "kfac", "pooled", "hierarchical", "fixed-bn", "xkfac", "mean-hierarchical"]
+)
+def test_extend_averages_every_block_with_the_trace_of_the_sum(variant):
     net, memory, new = two_tasks("conv", variant)
     extended = memory.extend(net, new, weights=(OWN, OTHERS))
     roots = 0
     for name, block in extended.curvature.blocks.items():
         old, other = memory.curvature.blocks[name], new.curvature.blocks[name]
+        torch.testing.assert_close(trace(block), OWN * trace(old) + OTHERS * trace(other))
         if isinstance(block, Kronecker):
-            ours, first, second = (sum(list(traces(t))[1] * t.dense_left for t in b.terms) for b in (block, old, other))
-            torch.testing.assert_close(ours, OWN * first + OTHERS * second)
-            for term, a in zip(block.terms, old.terms, strict=True):
-                assert (term.left.shape, term.low_rank) == (a.left.shape, a.low_rank)
+            homogeneous = name != "scale"
+            expected = old.average(other, OWN, OTHERS, homogeneous=homogeneous)
+            for term, before, wanted in zip(block.terms, old.terms, expected.terms, strict=True):
+                assert (term.left.shape, term.low_rank) == (before.left.shape, before.low_rank)
+                assert torch.equal(term.left, wanted.left)
+                assert torch.equal(term.right, wanted.right)
                 roots += term.low_rank
-    assert roots > 0
+    assert (roots > 0) == (variant in ("xkfac", "mean-hierarchical"))
 
 
 @pytest.mark.parametrize("variant", ["cross-layer", "cross-layer-mean"])

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import xkfac
-from tests.readme_example import run_example
+from tests.helpers.readme_example import run_example
 
 README = Path(__file__).parent.parent / "README.md"
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xkfac
-from tests.setups import Everything, data, randomise, target
+from tests.helpers.setups import Everything, data, randomise, target
 from xkfac.curvature.input_moments import Deviations
 from xkfac.curvature.patches import Patches
 from xkfac.model.tracing import Convolution

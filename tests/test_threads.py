@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import xkfac
-from tests.setups import data, mlp, target
+from tests.helpers.setups import data, mlp, target
 from xkfac.model import passes
-from xkfac.model.merged_weight import recentre
+from xkfac.model.recentre import recentre
 
 REFUSED = (
     "another thread is running a pass over this model and has changed its flags until it is done; wait for it, or give "

@@ -91,7 +91,7 @@ class Memory:
     ) -> Memory:
         """Return the memory of one task more: H <- ls * H + lt * H_t for weights (ls, lt), anchored at `model`.
 
-        Two terms become the one Kronecker product that has the partial traces of their weighted sum (see
+        Two terms become one Kronecker product that has the trace of their weighted sum (see
         `xkfac.averaging`), or with `keep_all` all terms are kept; a unit of one side alone counts zero on the other.
 
         Raises MismatchError when a unit was found in another shape, or made of other parts, than before.

@@ -8,7 +8,7 @@ import timm
 import torch
 
 from xkfac.experiments import packages
-from xkfac.experiments.data import digits as data
+from xkfac.experiments.data import digits
 from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.networks import library
 from xkfac.experiments.networks.backbones import make_backbone
@@ -68,7 +68,7 @@ def test_scikit_learn_that_cannot_be_imported_is_not_said_to_be_missing(monkeypa
     with pytest.raises(
         DataError, match=r"scikit-learn, which is installed but .* \(failed to map .*; reinstall scikit"
     ):
-        data.load("digits", None, validation=10)
+        digits.load("digits", None, validation=10)
 
 
 def test_operators_that_do_not_load_keep_no_network_from_being_made(monkeypatch):

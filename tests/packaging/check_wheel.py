@@ -89,7 +89,7 @@ def check_library(wheel, commands, scratch, version):
     run(commands / "pip", "install", "--quiet", "--constraint", CONSTRAINTS, wheel)
     printed = run(commands / "python", "-I", "-W", "ignore", "-c", IMPORT, folder=scratch)
     expect(printed == version, f"import xkfac gives version {version} without {', '.join(ABSENT)}", printed)
-    script = ROOT / "tests" / "readme_example.py"
+    script = ROOT / "tests" / "helpers" / "readme_example.py"
     tasks = run(commands / "python", "-I", "-W", "ignore", script, ROOT / "README.md", folder=scratch)
     expect(tasks == "2", "README's example leaves a memory of 2 tasks", f"({tasks})")
     complaint = run(commands / "xkfac", "--version", folder=scratch, fails=True)

@@ -115,7 +115,10 @@ def _block(name: str, source: Source, examples: int, decompose: bool) -> Block |
                 f"the factors of unit '{name}' are not finite; check the data and the network's outputs, or estimate "
                 "in float32 instead of a reduced precision"
             )
-    return eigenbasis(*block.marginals()) if decompose and isinstance(block, Kronecker) else block
+    if not decompose or not isinstance(block, Kronecker):
+        return block
+    (moments,) = block.terms  # of columns and of rows of the gradient
+    return eigenbasis(moments.left, moments.right)
 
 
 @dataclass

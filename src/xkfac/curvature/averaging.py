@@ -1,14 +1,16 @@
-"""The average of Kronecker products: the one product that has the partial traces of their weighted sum.
+"""The average of Kronecker products: one product with the trace of their weighted sum, however a scale is split.
 
-The sum over tasks t of w_t A_t (x) H_t, with the traces a_t of A_t and h_t of H_t, has the partial traces
-sum_t w_t h_t A_t and sum_t w_t a_t H_t. One Kronecker product has the same two, and so the same trace:
+A (x) H is the same product as (c A) (x) (H / c), so that factors have no size of their own. Here every product of a
+task t has its size evenly in both, tr(A_t) = tr(H_t), and the factors are averaged by themselves; the scale of the
+result is that of the sum. With the traces a_t and h_t of the factors as they are and weights w_t,
 
-    A = sum_t w_t h_t A_t / sum_t w_t h_t,        H = (sum_t w_t a_t H_t) (sum_t w_t h_t) / (sum_t w_t a_t h_t)
+    p_t = w_t sqrt(a_t h_t) / sum_t w_t sqrt(a_t h_t)
+    A (x) H = (sum_t w_t a_t h_t) (sum_t p_t A_t / a_t) (x) (sum_t p_t H_t / h_t)
 
 It does not change where a scale moves from A_t to H_t, for equal tasks it is their sum, and the weights act once.
 
-Factors over several units have a scale per unit that can move, {A}_{l,l'} -> c_l c_l' {A}_{l,l'}. The weights are then
-numbers per unit: sqrt(u_l u_l') on the block of the units l and l', with u_l the weight above for unit l by itself.
+Factors over several units have a scale per unit that can move, {A}_{l,l'} -> c_l c_l' {A}_{l,l'}. What multiplies them
+are then numbers per unit: sqrt(u_l u_l') on the block of the units l and l', with u_l the number for unit l by itself.
 """
 
 from __future__ import annotations
@@ -83,11 +85,17 @@ def average_means(
 def _multipliers(
     left: Sequence[Tensor], right: Sequence[Tensor], weights: Sequence[float]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what every A and every H is multiplied by, [groups, units], from their traces."""
-    by_left, by_right = ([w * trace for w, trace in zip(weights, side, strict=True)] for side in (left, right))
-    total = torch.stack(by_right).sum(0)
-    scale = _over(total, torch.stack([a * h for a, h in zip(left, by_right, strict=True)]).sum(0))
-    return [_over(one, total) for one in by_right], [one * scale for one in by_left]
+    """Return what every A and every H is multiplied by, [groups, units], from their traces.
+
+    A has the mean of the traces of the A_t; the rest of the scale is in H.
+    """
+    traces = list(zip(weights, left, right, strict=True))
+    shares = torch.stack([w * (a * h).sqrt() for w, a, h in traces])
+    shares = _over(shares, shares.sum(0))
+    size = (shares * torch.stack(list(left))).sum(0)
+    scale = _over(torch.stack([w * a * h for w, a, h in traces]).sum(0), size)
+    of_left = [_over(p, a) * size for p, a in zip(shares, left, strict=True)]
+    return of_left, [_over(p, h) * scale for p, h in zip(shares, right, strict=True)]
 
 
 def _over(a: Tensor, b: Tensor) -> Tensor:

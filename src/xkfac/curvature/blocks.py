@@ -76,16 +76,8 @@ class Kronecker:
         parts = [t.right.diagonal(dim1=1, dim2=2)[:, :, None] * _left_diagonal(t)[:, None, :] for t in self.terms]
         return torch.stack(parts).sum(0)
 
-    def marginals(self) -> tuple[Tensor, Tensor]:
-        """Return the one Kronecker product A [groups, D, D], H [groups, C, C] with the block's partial traces.
-
-        They are the second moments of columns and of rows of a matrix whose covariance is the block.
-        """
-        left, right = [term.dense_left for term in self.terms], [term.right for term in self.terms]
-        return average(left, right, [1.0] * len(left), Partition.whole(left[0], right[0]))
-
     def average(self, other: Kronecker, own: float, others: float, *, homogeneous: bool = False) -> Kronecker:
-        """Return own * (this) + others * (the other), every two terms as one product that has their partial traces.
+        """Return own * (this) + others * (the other), every two terms as one product that has their trace.
 
         The size stays the same. `homogeneous`: the last column of the input factors is that of a coordinate 1.
         """

@@ -277,7 +277,7 @@ def _path(
     _release(network, memory)
     readout = task.readout(way.seed)
     learnt = [readout, *(parameter for parameter in network.parameters() if parameter.requires_grad)]
-    with Learner(network, memory, damping=way.damping, strength=scale) as learner, torch.enable_grad():
+    with Learner(network, memory, damping=way.damping, strength=scale, penalty_every=1) as learner, torch.enable_grad():
         learner.begin(task.kept, forward=task.run)
         optimizer = torch.optim.SGD(learnt, min(way.lr, 0.5 * learner.stable_lr(0.9)), momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, way.steps)

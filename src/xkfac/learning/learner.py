@@ -18,18 +18,12 @@ from xkfac.learning.step_guard import StepGuard
 from xkfac.memory import Memory
 from xkfac.methods import get_method
 from xkfac.model.batches import Forward
-from xkfac.model.hooks import Hook
 from xkfac.model.likelihood import Likelihood
-from xkfac.model.merged_weight import Interpretation, Reading, bind
-from xkfac.model.merged_weight import recentre as recentre_model
+from xkfac.model.merged_weight import Interpretation
 from xkfac.model.passes import Progress, check_loaded, device_of, norms_of, same_random_state, unwrap, widest_dtype
-from xkfac.penalty.bn_readings import Watch
-from xkfac.penalty.bn_taps import Shared
-from xkfac.penalty.fused import FusedPenalty, accumulate
+from xkfac.model.recentre import recentre as recentre_model
 from xkfac.penalty.implicit import Implicit
-from xkfac.penalty.quadratic import Penalty
-from xkfac.penalty.side_stream import Branch
-from xkfac.penalty.stiffness import stiffness
+from xkfac.penalty.step import PenalisedStep
 
 
 class Learner:
@@ -40,8 +34,9 @@ class Learner:
     imp_hyp). strength: a factor on the penalty alone, by default the scale that `calibrate` measured, or 1 without it.
     bn_momentum: how fast the running statistics of shared BN follow the target, from `begin` to `finish`; by default
     BN's own momentum. 0.01 keeps deep networks much better, small ones that take few steps worse. balance: adaptive
-    alpha_s, alpha_t. forward, exclude: how the model takes a batch of the target, and what is left out of its units,
-    where these are not the memory's.
+    alpha_s, alpha_t. penalty_every: k, to evaluate the penalty in every k-th step with k-fold weight; by default 1, and
+    on a CPU between 1 and 8, fewer where steps overshoot along the penalty's stiffest directions. forward, exclude: how
+    the model takes a batch of the target, and what is left out of its units, where these are not the memory's.
 
     BN layers carry hooks from here on until `finish` or `close`. Make the learner before the first call of a compiled
     model, which would not notice hooks that come later, and with the DistributedDataParallel model where there is one,
@@ -49,9 +44,6 @@ class Learner:
 
     Raises MismatchError when the memory is not that of `model`, XkfacError for options that do not go together.
     """
-
-    # Whether the penalty runs beside the forward pass, see `Branch`; None: on CUDA.
-    _branches: bool | None = None
 
     def __init__(
         self,
@@ -64,6 +56,7 @@ class Learner:
         strength: float | None = None,
         bn_momentum: float | None = None,
         balance: Balance | None = None,
+        penalty_every: int | None = None,
         forward: Forward | None = None,
         exclude: Iterable[str] | None = None,
     ) -> None:
@@ -94,30 +87,16 @@ class Learner:
         if balance is not None:
             balance.to(device)
         self.last_penalty = torch.zeros((), device=device)
-        self._bound = bind(self.model, memory.units)
         read = self.memory.to(dtype=widest_dtype(self.model))
-        self._penalty = Penalty(read.curvature, read.anchor, damping)
-        self._fused = FusedPenalty(self._penalty, self._bound) if self._bound else None
+        self._step = PenalisedStep(
+            self.model, self.method, memory.units, read.curvature, read.anchor, damping, penalty_every
+        )
         self._bn_momentum = bn_momentum if self.method.follows_target else None
         self._momenta: list[tuple[Any, float | None]] = []
         self._frozen: list[tuple[nn.Parameter, bool]] = []
         self._begun = self._closed = False
         radius = None if memory.calibration is None else memory.calibration.radius
-        self._guard = StepGuard(self.model, self._bound, self._fused, radius, self.stable_lr)
-        branches = device.type == "cuda" if self._branches is None else self._branches
-        branch = self._branch = self._fork() if branches else None
-        self._watch = Watch(self.model, self.method, self._bound, branch)
-        self._forks: Any = None
-        if branch is not None:
-            self._forks = self.model.register_forward_pre_hook(Hook(lambda module, inputs: branch.begin(module)))
-
-    def _fork(self) -> Branch | None:
-        """Return a branch that forks where a forward pass begins, where the method has work for it."""
-        if self._fused is None or not self._fused.branches_off:
-            return None
-        if self._fused.reads_norms and self.method.interpretation != "brn":
-            return None
-        return Branch(self._fused.gather, list(self.model.parameters()), device_of(self.model))
+        self._guard = StepGuard(self.model, self._step, radius, self.stable_lr)
 
     @property
     def _reads_merged_weights(self) -> bool:
@@ -150,8 +129,8 @@ class Learner:
         missing or the method cannot re-centre.
         """
         self._check_open()
-        check_not_replaced(self.model, self._bound)
-        check_at_anchor(self._bound, self.memory.anchor, tolerance)
+        check_not_replaced(self.model, self._step.bound)
+        check_at_anchor(self._step.bound, self.memory.anchor, tolerance)
         recentre = self.method.recentre if recentre is None else recentre
         check_recentring(self.method, recentre, loader is not None)
         self.memory = with_options(self.memory, forward=forward)
@@ -179,7 +158,7 @@ class Learner:
             for parameter in affine:
                 # An optimizer applies weight decay wherever there is a gradient, be it an old or a zero one.
                 parameter.requires_grad_(False).grad = None
-        self._watch.forget()
+        self._step.readings.clear()
         self._begun = True
 
     def penalty(self) -> Tensor:
@@ -187,17 +166,8 @@ class Learner:
 
         A BN that did not run in training mode since the last call is read with its population statistics.
         """
-        return self._penalty_of(None)
-
-    def _penalty_of(self, loss: Tensor | None) -> Tensor:
         self._guard.stepped = True
-        if self._fused is None:
-            return torch.zeros((), device=device_of(self.model))
-        readings, branch = self._watch.taken(None if torch.compiler.is_compiling() else loss)
-        if not torch.compiler.is_compiling():
-            return self._fused(readings, branch)
-        # A compiler fuses by itself, if it sees the single operations.
-        return self._penalty({name: bound.merged_weight(readings.get(name)) for name, bound in self._bound.items()})
+        return self._step.value()
 
     def objective(self, loss: Tensor, share: float | None = None) -> Tensor:
         """Return ls * L_s + lt * L_t for the target's loss L_t (eq. cl), each over its alpha where balanced.
@@ -210,18 +180,42 @@ class Learner:
         last call, with several of them in `loss`, or where one read a BN's statistics with gradients disabled.
         Raises NotFiniteError some steps after the penalty has ceased to be finite.
         """
-        self._check_step(loss)
-        penalty = self._penalty_of(loss)
-        self.last_penalty = penalty.detach()
-        if not torch.compiler.is_compiling():
-            self._guard.watch_backward(penalty, share)
-            self._guard.see(penalty)
-        source, target = self._factors(share)
+        penalty, source, target = self._next(loss, share)
+        self._guard.see(self.last_penalty)
+        if self.balance is not None:
+            self._rebalance(loss)
+        if penalty is None:
+            return loss * target  # type: ignore[no-any-return]
         if self.balance is None:
             return torch.add(target * loss, penalty, alpha=source)
-        objective: Tensor = penalty * source + loss * target
-        self._rebalance(loss)
-        return objective
+        return penalty * source + loss * target  # type: ignore[no-any-return]
+
+    def objective_(self, loss: Tensor, scale: float | Tensor | None = None) -> Tensor:
+        """Turn `loss` into the objective in place and return it, for loops that call `loss.backward()` themselves.
+
+        A callback of a framework often sees the loss right before the backward pass and cannot give it another one.
+        scale: what the mean loss of the batch was multiplied by before, and the objective is too: 1 / k for one of k
+        batches per optimizer step, times `scaler.get_scale()` of a gradient scaler. The gradients are those of
+        `scale * objective(mean loss)`. What was derived from `loss` before this call stays without the penalty.
+
+        Raises what `objective` does.
+        """
+        penalty, source, target = self._next(loss, scale)
+        self._guard.see(self.last_penalty)
+        if self.balance is not None:
+            self._rebalance(loss if scale is None else loss / scale)
+        loss.mul_(target if scale is None else target / scale)
+        return loss if penalty is None else loss.add_(penalty * source)
+
+    def _next(self, loss: Tensor, share: float | Tensor | None) -> tuple[Tensor | None, Any, Any]:
+        """Return L_s of a step, None where it goes without, and the factors of L_s and of the loss."""
+        self._check_step(loss)
+        penalty, weight = self._step.next(loss)
+        if penalty is not None:
+            self.last_penalty = penalty.detach()
+            self._guard.watch_backward(penalty, share)
+        source, target = self._factors(share)
+        return penalty, source * weight, target
 
     def backward(self, loss: Tensor, share: float | None = None) -> None:
         """Do what `objective(loss, share).backward()` does, in fewer operations, for steps that wait for launches.
@@ -229,28 +223,16 @@ class Learner:
         The penalty's gradient is added to `.grad` of all parameters at once, after the backward pass of the loss. Hooks
         on the gradients of parameters do not see it; use `objective` where there are such hooks, or a gradient scaler.
         """
-        if self._fused is None or self._wrapped is not self.model or torch.compiler.is_compiling():
+        if not self._step.bound or self._wrapped is not self.model or torch.compiler.is_compiling():
             self.objective(loss, share).backward()  # type: ignore[no-untyped-call]
             return
         self._check_step(loss)
-        source, target = self._factors(share)
-        readings, branch = self._watch.taken(loss)
-        self._guard.stepped = True
-        penalty, found = self._fused.value_and_gradients(readings, source, branch)
-        own = [pair for pair in found if pair[0].is_leaf]
-        made = [pair for pair in found if not pair[0].is_leaf]
-        waiting = {id(one) for reading in readings.values() for one in _waited_for(reading)}
-        if branch is not None and any(id(tensor) not in waiting for tensor, _ in made):
-            branch.join([penalty, *(gradient for _, gradient in found)])
-        start = target.to(loss.dtype) if isinstance(target, Tensor) else loss.new_full((), target)
         self._guard.before_backward(share)
-        torch.autograd.backward([loss, *(a for a, _ in made)], [start, *(b for _, b in made)])
-        if branch is not None:
-            branch.join([penalty, *(gradient for _, gradient in own)])
-        accumulate(own)
+        penalty = self._step.backward(loss, *self._factors(share))
         self._guard.after_backward()
-        self.last_penalty = penalty
-        self._guard.see(penalty)
+        if penalty is not None:
+            self.last_penalty = penalty
+        self._guard.see(self.last_penalty)
         if self.balance is not None:
             self._rebalance(loss)
 
@@ -259,7 +241,8 @@ class Learner:
         if not self._begun:
             raise XkfacError("call begin(target_loader) before the first objective(loss)")
         self._guard.before_step(loss)
-        self._watch.check()
+        self._step.readings.check()
+        self._guard.stepped = True
 
     @property
     def over_radius(self) -> float | None:
@@ -272,17 +255,18 @@ class Learner:
     @property
     def protected(self) -> list[Tensor]:
         """The parameters that L_s depends on, which take gradients; all others, such as a new head, are free."""
-        return [] if self._fused is None else [parameter for parameter, _ in self._penalty_gradients()]
+        return [parameter for parameter, _ in self._step.gradients()]
 
     def implicit(self, lr: float, momentum: float = 0.0, *, rank: int = 128) -> Implicit:
         """Return what makes steps of a learning rate implicit in the penalty, where the network is now.
 
         Call its `step()` between the backward pass and the optimizer's step; it multiplies the gradients of protected
         parameters by (I + eta * ls * strength * H)^-1, eta = lr / (1 - momentum), block by block and along at most
-        `rank` directions of a unit's inputs. A strong penalty then leaves the learning rate to the target.
+        `rank` directions of a unit's inputs. A strong penalty then leaves the learning rate to the target. From here on
+        the penalty is evaluated in every step, unless the learner was given `penalty_every`.
         """
         weight = lr / (1 - momentum) * self.importance[0] * self.strength
-        return Implicit(self._penalty.curvature, self._bound.values(), weight, rank)
+        return self._step.implicit(weight, rank)
 
     def stable_lr(
         self, momentum: float = 0.0, *, implicit: Implicit | None = None, iterations: int = 16, seed: int = 0
@@ -291,25 +275,12 @@ class Learner:
 
         It is that of the `protected` parameters, 2 (1 + momentum) / (ls * strength * mu), with mu the largest
         eigenvalue of the Hessian of L_s in them, found by power iteration where the network is now, its BN read with
-        population statistics. The network is left as it is. It is infinite without a penalty. implicit: the steps are
-        those that it makes.
+        population statistics; lower where `penalty_every` was given. The network is left as it is. It is infinite
+        without a penalty. implicit: the steps are those that it makes.
         """
-        source = self.importance[0] * self.strength
-        if self._fused is None or source == 0:
-            return float("inf")
-        largest = stiffness(lambda: self._penalty_gradients(implicit), iterations, seed)
-        return 2 * (1 + momentum) / (source * largest) if largest > 0 else float("inf")
+        return self._step.stable_lr(self.importance[0] * self.strength, momentum, implicit, iterations, seed)
 
-    def _penalty_gradients(self, implicit: Implicit | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return the parameters that L_s depends on, each with the gradient in it under population statistics."""
-        assert self._fused is not None
-        found = [pair for pair in self._fused.value_and_gradients({}, 1.0)[1] if pair[0].is_leaf]
-        if implicit is None:
-            return found
-        parameters = [parameter for parameter, _ in found]
-        return list(zip(parameters, implicit(parameters, [gradient for _, gradient in found]), strict=True))
-
-    def _factors(self, share: float | None = None) -> tuple[Any, Any]:
+    def _factors(self, share: float | Tensor | None) -> tuple[Any, Any]:
         """Return what L_s and L_t are multiplied by: numbers, or tensors where they are balanced."""
         source, target = self.importance
         source *= self.strength
@@ -368,7 +339,8 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint in the middle of a task needs beside the model's and the optimizer's state."""
         balance = self.balance.state_dict() if self.balance else None
-        return {"begun": self._begun, "balance": balance, "stepped": self._guard.stepped}
+        interval = self._step.interval.state_dict()
+        return {"begun": self._begun, "balance": balance, "stepped": self._guard.stepped, "interval": interval}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a task in progress, in place of `begin`; the model's own state is loaded by the user."""
@@ -380,13 +352,13 @@ class Learner:
         if state["begun"]:
             self._start()
             self._guard.stepped = state.get("stepped", True)  # states of before it was kept do not say
+        if "interval" in state:
+            self._step.interval.load_state_dict(state["interval"])
 
     def close(self) -> None:
         """Take the hooks off the model, and give BN its momentum and frozen parameters their gradients back."""
-        self._watch.remove()
+        self._step.close()
         self._guard.remove()
-        if self._forks is not None:
-            self._forks.remove()
         for parameter, flag in self._frozen:
             parameter.requires_grad_(flag)
         for norm, momentum in self._momenta:
@@ -400,8 +372,3 @@ class Learner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _waited_for(reading: Reading) -> tuple[Tensor, Tensor]:
-    """Return the tensors of a reading whose gradients a `Tap` waits for by itself."""
-    return reading.handles if isinstance(reading, Shared) else (reading.mean, reading.var)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,7 @@ from xkfac.errors import NotFiniteError, XkfacError
 from xkfac.learning.begin_checks import check_not_replaced
 from xkfac.learning.divergence import Monitor, StartingPoint, blamed_norm
 from xkfac.learning.step_checks import Accumulation, check_loss, check_reduction
-from xkfac.model.merged_weight import BoundUnit
-from xkfac.penalty.fused import FusedPenalty
+from xkfac.penalty.step import PenalisedStep
 
 
 class StepGuard:
@@ -26,12 +25,11 @@ class StepGuard:
     def __init__(
         self,
         model: nn.Module,
-        bound: Mapping[str, BoundUnit],
-        fused: FusedPenalty | None,
+        step: PenalisedStep,
         radius: float | None,
         stable_lr: Callable[[], float],
     ) -> None:
-        self._model, self._bound, self._fused = model, bound, fused
+        self._model, self._step = model, step
         self._radius, self._stable_lr = radius, stable_lr
         self._monitor = Monitor(radius)
         self._starting_point: StartingPoint | None = None
@@ -44,20 +42,22 @@ class StepGuard:
         Raises XkfacError for a loss that is no mean over examples, MismatchError for a layer that was replaced.
         """
         check_loss(loss)
-        if torch.compiler.is_compiling() or self._fused is None or self._starting_point is not None:
+        if torch.compiler.is_compiling() or not self._step.bound or self._starting_point is not None:
             return
-        check_not_replaced(self._model, self._bound)
+        check_not_replaced(self._model, self._step.bound)
         check_reduction(loss)
         if loss.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        self._starting_point = StartingPoint(self._bound.values())
-        weights = [one.weight for one in self._bound.values() if one.unit.weight is not None]
+        self._starting_point = StartingPoint(self._step.bound.values())
+        weights = [one.weight for one in self._step.bound.values() if one.unit.weight is not None]
         leaves = (weight for weight in weights if weight.is_leaf and weight.requires_grad)
         self._accumulation = Accumulation(next(leaves, None))
 
-    def watch_backward(self, penalty: Tensor, share: float | None) -> None:
+    def watch_backward(self, penalty: Tensor, share: float | Tensor | None) -> None:
         """Look at gradients when the backward pass of a penalty comes, unless the share of a step is given."""
         accumulation = self._accumulation
+        if torch.compiler.is_compiling():
+            return
         if share is None and accumulation.looks and penalty.requires_grad:
             penalty.register_hook(lambda _: accumulation.before_backward())  # type: ignore[no-untyped-call]
 
@@ -75,21 +75,23 @@ class StepGuard:
 
         Raises NotFiniteError for one that is not finite any more.
         """
-        if self._fused is not None and not self._monitor.is_finite(penalty, self._fused.undamped):
+        if torch.compiler.is_compiling():
+            return
+        if self._step.bound and not self._monitor.is_finite(penalty, self._step.undamped):
             raise self._diverged()
 
     def check_learnt(self) -> None:
         """Check, after all steps, that there were any, that all is finite and, with a warning, within the radius."""
-        if self._fused is None:
+        if not self._step.bound:
             return
-        check_not_replaced(self._model, self._bound)
+        check_not_replaced(self._model, self._step.bound)
         if not self.stepped:
             raise XkfacError(
                 "objective was never called, so nothing has protected the past while the network learnt; call "
                 "objective(loss) in every training step, or, if the network was trained otherwise on purpose, extend "
                 "the memory with memory.extend(model, xkfac.estimate(model, loader, ...), weights=(ls, lt))"
             )
-        undamped = self._fused.undamped().item()
+        undamped = self._step.undamped().item()
         if not math.isfinite(undamped):
             raise self._diverged()
         self._monitor.judge(undamped)
@@ -97,9 +99,9 @@ class StepGuard:
     @property
     def over_radius(self) -> float | None:
         """L_s without damping over the radius, where the network is now; None without a radius."""
-        if self._radius is None or self._fused is None:
+        if self._radius is None or not self._step.bound:
             return None
-        undamped = self._fused.undamped().item()
+        undamped = self._step.undamped().item()
         if self._radius == 0:
             return math.inf if undamped > 0 else 0.0
         return undamped / self._radius
@@ -110,7 +112,7 @@ class StepGuard:
 
     def _diverged(self) -> NotFiniteError:
         """Return the error that says why the penalty is not finite any more."""
-        norm = blamed_norm(self._bound.values())
+        norm = blamed_norm(self._step.bound.values())
         if norm is not None:
             return NotFiniteError(
                 f"the statistics of '{norm}' are not finite although all weights are; check the inputs of the network"

@@ -1,19 +1,17 @@
-"""The merged weight W~ of a unit under an interpretation, and the re-centring of BN on a new task."""
+"""The merged weight W~ of a unit under an interpretation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from xkfac.errors import MismatchError, NotFiniteError, UnitError
-from xkfac.model.batches import Forward, default_forward
-from xkfac.model.passes import Progress, batches, check_loaded, device_of, norms_of, untouched, unwrap
+from xkfac.errors import MismatchError
+from xkfac.model.passes import unwrap
 from xkfac.model.renorm import _BatchRenorm, keep
 from xkfac.model.units import Unit
 
@@ -39,32 +37,55 @@ class Reading:
 
 
 class _Statistics(torch.autograd.Function):
-    """Mean and variance [C] of [N, C, ...]; the gradient takes one pass over the input, where torch's takes several."""
+    """h [N, C, ...] -> h, and its mean and variance [C]; their gradients in h are one pass over it."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, input: Tensor, wait: Callable[[], None]) -> tuple[Tensor, Tensor, Tensor]:
         if input.device.type in ("cpu", "cuda"):
             # BN's own kernel, which reads activations several times as fast as `var_mean`.
-            mean, var = torch.batch_norm_update_stats(_wide(input), None, None, 0.0)
+            mean, var = torch.batch_norm_update_stats(wide(input), None, None, 0.0)
         else:
             mean, var = _mean_and_var(input)
         ctx.save_for_backward(input, mean)
-        return mean, var
+        ctx.wait = wait
+        ctx.set_materialize_grads(False)
+        return input.view_as(input), mean, var
 
     @staticmethod
-    def backward(ctx: Any, to_mean: Tensor, to_var: Tensor) -> Tensor:
-        """Return dh_n = (dmu + 2 dvar (h_n - mu)) / M for M values a channel."""
+    def backward(
+        ctx: Any, gradient: Tensor | None, to_mean: Tensor | None, to_var: Tensor | None
+    ) -> tuple[Tensor | None, None]:
+        if to_mean is None and to_var is None:
+            return gradient, None
         input, mean = ctx.saved_tensors
-        count = input.numel() // input.shape[1]
-        shape = (-1, *[1] * (input.dim() - 2))
-        constant = torch.addcmul(to_mean, to_var, mean, value=-2) / count
-        total = torch.addcmul(constant.view(shape), _wide(input), to_var.view(shape), value=2 / count)
-        return total.to(input.dtype)
+        ctx.wait()
+        return plus_statistics(gradient, input, mean, to_mean, to_var), None
+
+
+def with_statistics(input: Tensor, wait: Callable[[], None]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return an input [N, C, ...] itself, and its mean and variance [C]; their gradients join on the way back.
+
+    `wait` is called before a gradient in the statistics is used, which may come from another stream.
+    """
+    return _Statistics.apply(input, wait)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def plus_statistics(
+    gradient: Tensor | None, input: Tensor, mean: Tensor, to_mean: Tensor | None, to_var: Tensor | None
+) -> Tensor:
+    """Return g_n + (dmu + 2 dvar (h_n - mu)) / M for M values per channel, [N, C, ...]."""
+    count, shape = input.numel() // input.shape[1], (-1, *[1] * (input.dim() - 2))
+    to_mean = torch.zeros_like(mean) if to_mean is None else to_mean
+    to_var = torch.zeros_like(mean) if to_var is None else to_var
+    constant = torch.addcmul(to_mean, to_var, mean, value=-2)
+    through = torch.addcmul(constant.view(shape), wide(input), to_var.view(shape), value=2)
+    total = through / count if gradient is None else torch.add(gradient, through, alpha=1 / count)
+    return total.to(input.dtype)
 
 
 def _mean_and_var(input: Tensor) -> tuple[Tensor, Tensor]:
     axes = [axis for axis in range(input.dim()) if axis != 1]
-    var, mean = torch.var_mean(_wide(input), axes, correction=0)
+    var, mean = torch.var_mean(wide(input), axes, correction=0)
     return mean, var
 
 
@@ -139,7 +160,7 @@ class BoundUnit:
             return Reading(mean, var, *self.norm.correction(mean.detach(), var.detach()), differentiable)
         if population is None:
             # A copy, since the forward pass is about to change the buffers in place.
-            population = torch.stack([_wide(self.norm.running_mean), _wide(self.norm.running_var)])
+            population = torch.stack([wide(self.norm.running_mean), wide(self.norm.running_var)])
         return Reading(mean, var, differentiable=differentiable, population=population)
 
     def _with_correction(self, reading: Reading) -> Reading:
@@ -165,8 +186,8 @@ class BoundUnit:
         The equation of BRN, y = gamma ((h - mu_bar) / sigma_bar r + d) + beta, has this form with sigma = sigma_bar / r
         and mu = mu_bar - d sigma, r and d being constants.
         """
-        std = (_wide(reading.var) + self.norm.eps).sqrt() / reading.r
-        return _wide(reading.mean) - reading.d * std, std
+        std = (wide(reading.var) + self.norm.eps).sqrt() / reading.r
+        return wide(reading.mean) - reading.d * std, std
 
     @property
     def trainable(self) -> bool:
@@ -183,33 +204,33 @@ class BoundUnit:
         """
         reading = reading and self._with_correction(reading)
         if self.norm is None:
-            weight = _wide(self.weight)
+            weight = wide(self.weight)
             if self.bias is not None:
-                weight = torch.cat([weight.flatten(1), _wide(self.bias)[:, None]], 1)
+                weight = torch.cat([weight.flatten(1), wide(self.bias)[:, None]], 1)
             return weight.reshape(self.unit.shape)
         if self.unit.kind == "unmerged":
             mean, std = self.normalisation(reading or self.population())
-            gamma = torch.ones_like(std) if self.norm.weight is None else _wide(self.norm.weight)
-            beta = torch.zeros_like(std) if self.norm.bias is None else _wide(self.norm.bias)
+            gamma = torch.ones_like(std) if self.norm.weight is None else wide(self.norm.weight)
+            beta = torch.zeros_like(std) if self.norm.bias is None else wide(self.norm.bias)
             return torch.stack([gamma, beta, mean, std], 1).reshape(self.unit.shape)
         scale, shift = self._affine(reading or self.population())
         if self.unit.kind == "norm":
             return torch.stack([scale, shift], 1).reshape(self.unit.shape)
-        weight = scale[:, None] * _wide(self.weight).flatten(1)
+        weight = scale[:, None] * wide(self.weight).flatten(1)
         if self.bias is not None:
-            shift = shift + scale * _wide(self.bias)
+            shift = shift + scale * wide(self.bias)
         return torch.cat([weight, shift[:, None]], 1).reshape(self.unit.shape)
 
     def _affine(self, reading: Reading) -> tuple[Tensor, Tensor]:
         """Return gamma~ and beta~ [C]: the BN as the affine map it applies under `reading`."""
-        mean, var = _wide(reading.mean), _wide(reading.var)
+        mean, var = wide(reading.mean), wide(reading.var)
         inverse = (var + self.norm.eps).rsqrt() * reading.r
         if self.norm.weight is None:
             return inverse, reading.d - mean * inverse
-        gamma = _wide(self.norm.weight)
+        gamma = wide(self.norm.weight)
         scale = gamma * inverse
         shift = gamma * reading.d - scale * mean
-        return scale, shift if self.norm.bias is None else shift + _wide(self.norm.bias)
+        return scale, shift if self.norm.bias is None else shift + wide(self.norm.bias)
 
 
 def bind(model: nn.Module, units: Iterable[Unit]) -> dict[str, BoundUnit]:
@@ -232,89 +253,7 @@ def batch_statistics(input: Tensor) -> tuple[Tensor, Tensor]:
     # Compilers and the transforms of torch.func see through torch's own operation only.
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not input.requires_grad:
         return _mean_and_var(input)
-    return _Statistics.apply(input)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def recentre(
-    model: nn.Module,
-    loader: Iterable[Any],
-    *,
-    forward: Forward | None = None,
-    max_batches: int | None = None,
-    progress: Progress = False,
-) -> None:
-    """Re-centre the BN layers of `model` on new data: the preprocessing of the paper, in place.
-
-    One pass in evaluation mode gives the exact pooled mean and variance of every BN's input; they become the
-    population statistics, and gamma and beta are changed such that the function and W~ stay what they were. The
-    processes of a DistributedDataParallel model pool their data, so that their parameters stay the same.
-
-    Raises UnitError for a BN without affine parameters, or with a channel that is not finite on the new data; the model
-    is unchanged then.
-    """
-    check_loaded(unwrap(model))
-    group = _process_group(model)
-    model = unwrap(model)
-    norms = {path: norm for path, norm in norms_of(model).items() if norm.running_mean is not None}
-    pools = {path: _Pool() for path in norms}
-    run = forward or default_forward
-    handles = [norms[path].register_forward_pre_hook(pool.hook, with_kwargs=True) for path, pool in pools.items()]
-    try:
-        with untouched(model), torch.no_grad():
-            model.eval()
-            steps = batches(loader, device_of(model), max_batches=max_batches, progress=progress, what="recentre")
-            for _, batch in steps:
-                run(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if group is not None:
-        for path, pool in pools.items():
-            pool.over_processes(norms[path], group)
-    seen = {path: pool for path, pool in pools.items() if pool.count}
-    for path, pool in seen.items():
-        _check_recentrable(path, norms[path], pool)
-    for path, pool in seen.items():
-        _recentre_norm(norms[path], pool)
-
-
-class _Pool:
-    """Exact pooled mean and variance over batches, in float64 (Chan's update)."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean: Tensor
-        self.scatter: Tensor
-
-    def hook(self, module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
-        values = norm_input(inputs, keywords).double()
-        count = values.numel() // values.shape[1]
-        mean, var = batch_statistics(values)
-        if self.count == 0:
-            self.count, self.mean, self.scatter = count, mean, var * count
-            return
-        total = self.count + count
-        delta = mean - self.mean
-        self.mean = self.mean + delta * (count / total)
-        self.scatter = self.scatter + var * count + delta.square() * (self.count * count / total)
-        self.count = total
-
-    def over_processes(self, norm: Any, group: Any) -> None:
-        """Pool over a process group; a process whose data did not pass the BN counts nothing."""
-        if self.count == 0:
-            self.mean = torch.zeros_like(norm.running_mean, dtype=torch.float64)
-            self.scatter = torch.zeros_like(self.mean)
-        sums = torch.cat([self.mean * self.count, self.mean.new_full((1,), self.count)])
-        dist.all_reduce(sums, group=group)
-        total = int(sums[-1])
-        mean = sums[:-1] / max(total, 1)
-        self.scatter = self.scatter + (self.mean - mean).square() * self.count
-        dist.all_reduce(self.scatter, group=group)
-        self.count, self.mean = total, mean
-
-    @property
-    def var(self) -> Tensor:
-        return self.scatter / self.count
+    return with_statistics(input, lambda: None)[1:]
 
 
 def norm_input(inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> Tensor:
@@ -322,39 +261,8 @@ def norm_input(inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> Tenso
     return inputs[0] if inputs else keywords["input"]
 
 
-def _process_group(model: nn.Module) -> Any:
-    """Return the process group of a model that DistributedDataParallel wraps, or None."""
-    inner: Any = model
-    while inner is not None:
-        if isinstance(inner, nn.parallel.DistributedDataParallel):
-            return inner.process_group
-        inner = getattr(inner, "_orig_mod", None)
-    return None
-
-
-def _check_recentrable(path: str, norm: Any, pool: _Pool) -> None:
-    if norm.weight is None or norm.bias is None:
-        raise UnitError(
-            f"'{path}' has no gamma and beta, so it cannot be re-centred; build it with affine=True, or begin with "
-            "recentre=False"
-        )
-    stored = torch.cat([pool.mean, pool.var]).to(norm.running_var.dtype)
-    if not bool(stored.isfinite().all()):
-        raise NotFiniteError(f"the input of '{path}' is not finite on the new data; check the data and the network")
-
-
-@torch.no_grad()
-def _recentre_norm(norm: Any, pool: _Pool) -> None:
-    mean, var = pool.mean, pool.var
-    old_std = (norm.running_var.double() + norm.eps).sqrt()
-    gamma = norm.weight.double()
-    norm.bias.copy_(norm.bias.double() + gamma / old_std * (mean - norm.running_mean.double()))
-    norm.weight.copy_((var + norm.eps).sqrt() / old_std * gamma)
-    norm.running_mean.copy_(mean)
-    norm.running_var.copy_(var)
-
-
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 at least."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 

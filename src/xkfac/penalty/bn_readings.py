@@ -1,4 +1,4 @@
-"""Watches the BN layers of a network while it learns, and keeps what a penalty reads of them."""
+"""Hooks on the BN layers of a network while it learns, and the statistics that a penalty reads of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from xkfac.model.hooks import Hook
 from xkfac.model.merged_weight import BoundUnit, Reading
 from xkfac.model.passes import norms_of
 from xkfac.penalty.bn_taps import Tap
-from xkfac.penalty.side_stream import Branch
+from xkfac.penalty.side_stream import SideStream
 
 
-class Watch:
-    """Keeps the readings of the BN layers of units since they were last taken, by unit.
+class BnReadings:
+    """The readings of the BN layers of units since they were last taken, by unit.
 
     A pass without gradients, as a validation or a teacher makes it, does not count beside one with gradients. Under the
     interpretation eval nothing is read, and fixed BN runs in evaluation mode whatever its flag says.
@@ -27,8 +27,10 @@ class Watch:
     Raises XkfacError for a BN whose statistics one process cannot read.
     """
 
-    def __init__(self, model: nn.Module, method: Method, bound: Mapping[str, BoundUnit], branch: Branch | None) -> None:
-        self._method, self._bound, self._branch = method, bound, branch
+    def __init__(
+        self, model: nn.Module, method: Method, bound: Mapping[str, BoundUnit], side: SideStream | None
+    ) -> None:
+        self._method, self._bound = method, bound
         self.readings: dict[str, Reading] = {}
         self._with_gradient: dict[str, Reading] = {}
         self._earlier: list[tuple[str, Callable[[], Any]]] = []
@@ -42,7 +44,7 @@ class Watch:
             normed = [one for one in bound.values() if one.norm is not None]
             _check_readable(normed)
             for one in normed:
-                tap = Tap(one, method.interpretation, branch)
+                tap = Tap(one, method.interpretation, side)
                 self._handles.append(tap.put_on(self._note(one.unit.name)))
 
     def _note(self, name: str) -> Callable[[Reading], None]:
@@ -72,22 +74,21 @@ class Watch:
             living = [(unit, earlier) for unit, earlier in self._earlier if earlier() is not None]
             self._earlier = [*living, (name, weakref.ref(node))]
 
-    def taken(self, loss: Tensor | None = None) -> tuple[dict[str, Reading], Branch | None]:
-        """Return the readings since the last call, and the branch if it covers them.
+    def take(self, loss: Tensor | None = None) -> dict[str, Reading]:
+        """Return the readings since the last call.
 
         Raises XkfacError where they lack gradients, or are not those of all passes that `loss` depends on.
         """
         readings = {**self.readings, **self._with_gradient} if torch.is_grad_enabled() else dict(self.readings)
         earlier = self._earlier
-        self.forget()
+        self.clear()
         self._check_differentiable(readings)
         if loss is not None and earlier:
             self._check_single_pass(loss, earlier)
-        covered = self._branch is not None and self._branch.covers(readings)
-        return readings, self._branch if covered else None
+        return readings
 
-    def forget(self) -> None:
-        """Forget all readings."""
+    def clear(self) -> None:
+        """Drop all readings."""
         self.readings.clear()
         self._with_gradient.clear()
         self._earlier = []
@@ -127,7 +128,7 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.forget()
+        self.clear()
 
 
 def _check_readable(normed: Sequence[BoundUnit]) -> None:
@@ -165,7 +166,7 @@ def _without_gradient(unit: str) -> XkfacError:
 
 
 def _reached(loss: Tensor, wanted: Mapping[Any, str]) -> str | None:
-    """Return what is wanted by the first of some nodes that the graph of `loss` has, or None if it has none of them."""
+    """Return the name of the first of the `wanted` nodes that is in the graph of `loss`, or None."""
     waiting: list[Any] = [loss.grad_fn] if wanted else []
     seen: set[Any] = set()
     while waiting:

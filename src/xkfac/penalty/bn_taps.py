@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from xkfac.model.hooks import Hook, replace_forward, runs_its_class
-from xkfac.model.merged_weight import BoundUnit, Interpretation, Reading, _wide, norm_input
+from xkfac.model.merged_weight import (
+    BoundUnit,
+    Interpretation,
+    Reading,
+    norm_input,
+    plus_statistics,
+    wide,
+    with_statistics,
+)
 from xkfac.model.renorm import _BatchRenorm
-from xkfac.penalty.side_stream import Branch
+from xkfac.penalty.side_stream import SideStream
 
 Note = Callable[[Reading], None]
 _Hook = Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], Any]
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # whose forward pass is known to be BN and nothing else
-
-
-class Handle(Protocol):
-    """What a tap is taken off with."""
-
-    def remove(self) -> None:
-        """Take it off."""
 
 
 def _learns(norm: Any) -> bool:
@@ -33,24 +34,25 @@ def _learns(norm: Any) -> bool:
     return bool(norm.training and norm.track_running_stats)
 
 
-class Shared(Reading):
-    """A reading with mean and 1 / sqrt(var + eps) [C] as BN itself has worked them out.
+class BnReading(Reading):
+    """A reading with mean and 1 / sqrt(var + eps) [C] as BN itself has computed them.
 
-    Its `handles` [C], tensors without values, take the gradient of a loss in mean and var to the backward pass of BN.
-    With `sums` they take it in another form. BN gives dh_n = s (g_n - S / M - (h_n - mean) X / (M (var + eps))), with
-    s = gamma / sqrt(var + eps), from the sums S = sum_n g_n and X = sum_n g_n (h_n - mean) of the gradients g_n in its
-    output, and a gradient in mean and var adds to dh_n what a change of these sums would: dS = -dL/dmean / s and
-    dX = -2 (var + eps) dL/dvar / s. Given dS and dX, it costs no pass over the activations.
+    The gradient of a loss in mean and var is given as the gradient in two `placeholders` [C], tensors without values,
+    and so reaches the backward pass of BN. With `sums` it is given in another form. BN gives
+    dh_n = s (g_n - S / M - (h_n - mean) X / (M (var + eps))), with s = gamma / sqrt(var + eps), from the sums
+    S = sum_n g_n and X = sum_n g_n (h_n - mean) of the gradients g_n in its output. A gradient in mean and var adds to
+    dh_n what a change of these sums would: dS = -dL/dmean / s and dX = -2 (var + eps) dL/dvar / s. Given dS and dX, it
+    costs no pass over the activations.
     """
 
     inverse: Tensor
-    handles: tuple[Tensor, Tensor]
+    placeholders: tuple[Tensor, Tensor]
     sums: bool
 
     def __init__(self, found: Sequence[Tensor], eps: float, population: Tensor | None) -> None:
-        mean, inverse, *handles = found
-        names = ("mean", "inverse", "handles", "sums", "_eps", "population")
-        values = (mean, inverse, tuple(handles), mean.device.type == "cuda", eps, population)
+        mean, inverse, *placeholders = found
+        names = ("mean", "inverse", "placeholders", "sums", "_eps", "population")
+        values = (mean, inverse, tuple(placeholders), mean.device.type == "cuda", eps, population)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(self, name, value)
 
@@ -67,16 +69,16 @@ class Tap:
     another pass over it. Where the BN is torch's own, the statistics are those that it works out anyway.
     """
 
-    def __init__(self, bound: BoundUnit, interpretation: Interpretation, branch: Branch | None = None) -> None:
-        self._bound, self._interpretation, self._branch = bound, interpretation, branch
+    def __init__(self, bound: BoundUnit, interpretation: Interpretation, side: SideStream | None = None) -> None:
+        self._bound, self._interpretation, self._side = bound, interpretation, side
         self._through = interpretation in ("bn", "brn") and not isinstance(bound.norm, _BatchRenorm)
         self._counts: dict[int, Tensor] = {}
 
-    def put_on(self, note: Note) -> Handle:
-        """Have the unit's BN give `note` a reading of every mini-batch that it takes in, in training mode."""
+    def put_on(self, note: Note) -> Any:
+        """Have the unit's BN give `note` a reading of every mini-batch of training, until `remove()` of the result."""
         norm = self._bound.norm
         if type(norm) not in _PLAIN or not runs_its_class(norm) or not self._through:
-            return norm.register_forward_pre_hook(Hook(self._hook(note)), with_kwargs=True)  # type: ignore[no-any-return]
+            return norm.register_forward_pre_hook(Hook(self._hook(note)), with_kwargs=True)
 
         def forward(module: Any, input: Tensor) -> Tensor:
             if not _learns(module):
@@ -112,7 +114,7 @@ class Tap:
         differentiable = input.requires_grad and torch.is_grad_enabled()
         if not self._through or not differentiable or torch._C._are_functorch_transforms_active():
             return input, self._bound.observe(input, self._interpretation, self._population())
-        input, mean, var = _Tapped.apply(input, self)  # type: ignore[no-untyped-call]
+        input, mean, var = with_statistics(input, self.wait)
         return input, Reading(mean, var, population=self._population_read())
 
     def _is_normalised_here(self, module: Any, input: Tensor) -> bool:
@@ -133,10 +135,10 @@ class Tap:
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
         output, *found = _Normalised.apply(input, module.weight, module.bias, module, self)  # type: ignore[no-untyped-call]
-        return output, Shared(found, module.eps, population)
+        return output, BnReading(found, module.eps, population)
 
     def _population(self) -> Tensor | None:
-        return None if self._branch is None else self._branch.population(self._bound.unit.name)
+        return None if self._side is None else self._side.population(self._bound.unit.name)
 
     def _population_read(self) -> Tensor | None:
         """Return a copy of the population's statistics [2, C], where the interpretation reads them."""
@@ -146,12 +148,12 @@ class Tap:
         if population is not None:
             return population
         # A copy, since the forward pass is about to change the buffers in place.
-        return torch.stack([_wide(norm.running_mean), _wide(norm.running_var)])
+        return torch.stack([wide(norm.running_mean), wide(norm.running_var)])
 
     def wait(self) -> None:
-        """Have the current stream wait for gradients that a branch gives."""
-        if self._branch is not None:
-            self._branch.wait_for_statistics()
+        """Have the current stream wait for gradients from the side stream."""
+        if self._side is not None:
+            self._side.wait_for_statistics()
 
     def count(self, number: int, device: torch.device) -> Tensor:
         """Return how many values a channel has, as BN's kernels take it."""
@@ -165,7 +167,7 @@ class Tap:
 
 
 class _Normalised(torch.autograd.Function):
-    """BN in training mode: h -> y, and mean, 1 / sqrt(var + eps) and the handles of `Shared`."""
+    """BN in training mode: h -> y, and mean, 1 / sqrt(var + eps) and the placeholders of `BnReading`."""
 
     @staticmethod
     def forward(
@@ -202,7 +204,7 @@ class _Normalised(torch.autograd.Function):
             to_var = _total(to_var, to_inverse * inverse.pow(3) * -0.5)
         own, *affine = found
         if to_mean is not None or to_var is not None:
-            own = _plus(own, input, mean, to_mean, to_var)
+            own = plus_statistics(own, input, mean, to_mean, to_var)
         wanted = ctx.needs_input_grad[1:3]
         return own, *(one if wants else None for one, wants in zip(affine, wanted, strict=True)), None, None
 
@@ -238,43 +240,3 @@ def _by_sums(
 
 def _total(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return second if first is None else first if second is None else first + second
-
-
-class _Tapped(torch.autograd.Function):
-    """h [N, C, ...] -> h, and its mean and variance [C]."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, tap: Tap) -> tuple[Tensor, Tensor, Tensor]:
-        if input.device.type in ("cpu", "cuda"):
-            # BN's own kernel, which reads activations several times as fast as `var_mean`.
-            mean, var = torch.batch_norm_update_stats(_wide(input), None, None, 0.0)
-        else:
-            var, mean = torch.var_mean(_wide(input), [axis for axis in range(input.dim()) if axis != 1], correction=0)
-        ctx.save_for_backward(input, mean)
-        ctx.tap = tap
-        ctx.set_materialize_grads(False)
-        return input.view_as(input), mean, var
-
-    @staticmethod
-    def backward(
-        ctx: Any, gradient: Tensor | None, to_mean: Tensor | None, to_var: Tensor | None
-    ) -> tuple[Tensor | None, None]:
-        """Return g_n + (dmu + 2 dvar (h_n - mu)) / M for M values a channel."""
-        if to_mean is None and to_var is None:
-            return gradient, None
-        input, mean = ctx.saved_tensors
-        ctx.tap.wait()
-        return _plus(gradient, input, mean, to_mean, to_var), None
-
-
-def _plus(
-    gradient: Tensor | None, input: Tensor, mean: Tensor, to_mean: Tensor | None, to_var: Tensor | None
-) -> Tensor:
-    """Return g_n + (dmu + 2 dvar (h_n - mu)) / M for M values a channel, [N, C, ...]."""
-    count, shape = input.numel() // input.shape[1], (-1, *[1] * (input.dim() - 2))
-    to_mean = torch.zeros_like(mean) if to_mean is None else to_mean
-    to_var = torch.zeros_like(mean) if to_var is None else to_var
-    constant = torch.addcmul(to_mean, to_var, mean, value=-2)
-    through = torch.addcmul(constant.view(shape), _wide(input), to_var.view(shape), value=2)
-    total = through / count if gradient is None else torch.add(gradient, through, alpha=1 / count)
-    return total.to(input.dtype)

@@ -1,13 +1,13 @@
 """L_s of a network and its gradient in every parameter at once: what a training step pays for the penalty.
 
 `Penalty` of `BoundUnit.merged_weight` says the same in the paper's words and leaves the gradient to autograd, which
-takes some sixty small operations a unit. Here the vectors of all BN lie side by side, units of one shape lie on top of
-each other, and every large matrix is passed over as few times as its products allow.
+takes some sixty small operations per unit. Here the vectors of all BN lie side by side, units of one shape lie on top
+of each other, and every large matrix is passed over as few times as its products allow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from xkfac.model.merged_weight import BoundUnit, Reading
+from xkfac.model.merged_weight import BoundUnit, Interpretation, Reading
 from xkfac.model.renorm import _BatchRenorm
-from xkfac.penalty.bn_taps import Shared
+from xkfac.penalty.bn_taps import BnReading
 from xkfac.penalty.layout import ROW, Member, Products, group
 from xkfac.penalty.quadratic import Penalty
-from xkfac.penalty.side_stream import Branch
+from xkfac.penalty.side_stream import SideStream
 
 _Wanted = Sequence[tuple[torch.Size, torch.dtype] | None]
 
@@ -51,7 +51,7 @@ class FusedPenalty:
         self._sizes = [*self._channels * 5, *(one.rows for one in self._plain)]
         # Gaps between groups and rows stay zero, so that one inner product over everything is that of the units.
         size = max(each.end for each in self._groups)
-        self._origin, self._moved = like.new_zeros(size), like.new_zeros(size)
+        self._origin, self._displacement = like.new_zeros(size), like.new_zeros(size)
         for one in members:
             one.whole(self._origin).copy_(-one.arranged(penalty.anchor[one.name]))
         self._places = torch.cat(
@@ -60,7 +60,7 @@ class FusedPenalty:
         self._start = self._vectors_at_start()
         self._fillers = like.new_ones(max([0, *self._channels])), like.new_zeros(max([0, *self._channels]))
         self._from = [each.weight(self._origin) for each in self._groups]
-        self._to = [each.weight(self._moved) for each in self._groups]
+        self._to = [each.weight(self._displacement) for each in self._groups]
         self._products = Products(penalty.curvature, self._groups)
 
     def _vectors_at_start(self) -> Tensor:
@@ -72,16 +72,11 @@ class FusedPenalty:
         start[4 * self._count :] = -self._origin[self._places]
         return start
 
-    @property
-    def branches_off(self) -> bool:
-        """Whether every unit's displacement can be known before a forward pass, its BN read as brn without clipping."""
+    def is_known_before(self, interpretation: Interpretation) -> bool:
+        """Whether every unit's displacement is known before a forward pass: its BN is read as brn without clipping."""
         norms = [one.bound.norm for each in self._groups for one in each.members if one.bound.norm is not None]
-        return len(norms) == len(self._merged) and not any(isinstance(norm, _BatchRenorm) for norm in norms)
-
-    @property
-    def reads_norms(self) -> bool:
-        """Whether L_s depends on any BN."""
-        return any(one.bound.norm is not None for each in self._groups for one in each.members)
+        unclipped = len(norms) == len(self._merged) and not any(isinstance(norm, _BatchRenorm) for norm in norms)
+        return unclipped and (not norms or interpretation == "brn")
 
     def gather(self, readings: Mapping[str, Reading] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a copy of the vectors, and center and spread [2, C] of every unit in it.
@@ -107,42 +102,50 @@ class FusedPenalty:
         sizes = zip(tensors, self._channels, strict=True)
         return [filler[:size] if tensor is None else tensor for tensor, size in sizes]
 
-    def __call__(self, readings: Mapping[str, Reading], branch: Branch | None = None) -> Tensor:
+    def __call__(self, readings: Mapping[str, Reading], side: SideStream | None = None) -> Tensor:
         """Return L_s, a scalar, for the readings by unit; a BN without one is read with its population statistics.
 
-        With a `branch` that covers the readings, what needs no activation runs there.
+        With a `side` stream that covers the readings, what needs no activation runs there.
         """
+        return self.value_and_product(readings, side)[0]
+
+    def value_and_product(self, readings: Mapping[str, Reading], side: SideStream | None) -> tuple[Tensor, Tensor]:
+        """Return L_s, differentiable, and dL_s/dW~ of all units in one flat tensor, without a graph."""
         inputs = self._inputs(readings)
-        return _Fused.apply(self, readings, torch.is_grad_enabled(), branch, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+        return _Fused.apply(self, readings, torch.is_grad_enabled(), side, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
     def value_and_gradients(
-        self, readings: Mapping[str, Reading], factor: float | Tensor, branch: Branch | None = None
+        self,
+        readings: Mapping[str, Reading],
+        factor: float | Tensor,
+        side: SideStream | None = None,
+        weight_of: Callable[[Tensor], int] = lambda product: 1,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return L_s and pairs of a tensor and `factor` times the gradient in it, without a graph.
+        """Return L_s and pairs of a tensor and the gradient in it, times `factor * weight_of(dL_s/dW~)`, without graph.
 
-        The tensors are parameters, the statistics of readings or what takes the place of these in `Shared`, and others
-        that L_s is made of. With a `branch` the numbers are there after its `join`, but for the gradients in
-        statistics, which a `Tap` waits for by itself.
+        The tensors are parameters, the statistics of readings or their `placeholders`, and others that L_s is made of.
+        With a `side` stream the numbers are there after its `wait`, but for the gradients in statistics, which a `Tap`
+        waits for by itself.
         """
         inputs = self._inputs(readings)
         with torch.no_grad(), torch.autocast(self._origin.device.type, enabled=False):
             statistics = self._statistics(readings, inputs)
-            with nullcontext() if branch is None else branch.beside():
-                result = self.evaluate(readings, inputs, statistics, True, branch)
-                found = self.gradients(result, factor, _wanted(inputs), branch)
+            with nullcontext() if side is None else side.running():
+                result = self.evaluate(readings, inputs, statistics, True, side)
+                gradients = self.gradients(result, factor * weight_of(result.product), _wanted(inputs), side)
                 value = self.value(result)
-        return value, [(a, b) for a, b in zip(inputs, found, strict=True) if a is not None and b is not None]
+        return value, [(a, b) for a, b in zip(inputs, gradients, strict=True) if a is not None and b is not None]
 
     def undamped(self) -> Tensor:
         """Return L_s without its damping, every BN read with its population statistics."""
         with torch.no_grad(), torch.autocast(self._origin.device.type, enabled=False):
             result = self.evaluate({}, self._inputs({}), None, False, None)
-            return self.value(_Result(result.product.sub_(self._moved, alpha=self._penalty.damping), None, None))
+            return self.value(_Result(result.product.sub_(self._displacement, alpha=self._penalty.damping), None, None))
 
-    def _shared(self, readings: Mapping[str, Reading]) -> list[Shared] | None:
+    def _shared(self, readings: Mapping[str, Reading]) -> list[BnReading] | None:
         """Return the readings of all units with BN, if they are such that BN's backward pass takes gradients along."""
         found = [readings.get(one.name) for one in self._merged]
-        shared = [one for one in found if isinstance(one, Shared)]
+        shared = [one for one in found if isinstance(one, BnReading)]
         return shared if len(shared) == len(found) else None
 
     def _inputs(self, readings: Mapping[str, Reading]) -> list[Tensor | None]:
@@ -152,7 +155,7 @@ class FusedPenalty:
         if shared is None:
             statistics = [(None, None) if one is None else (one.mean, one.var) for one in read]
         else:
-            statistics = [one.handles for one in shared]
+            statistics = [one.placeholders for one in shared]
         norms = [one.bound.norm for one in self._merged]
         return [
             *(_weight(one, readings) for each in self._groups for one in each.members),
@@ -187,21 +190,21 @@ class FusedPenalty:
         inputs: Sequence[Tensor | None],
         statistics: _Statistics | None,
         gradient: bool,
-        branch: Branch | None,
+        side: SideStream | None,
     ) -> _Result:
         """Return P = dL_s/dW~, and what else the gradients are made of, for the inputs in their order."""
-        rows = self._rows(self.gather(readings)[0] if branch is None else branch.vectors)
+        rows = self._rows(self.gather(readings)[0] if side is None else side.vectors)
         weights = iter(inputs)
         tall = [each.tall([next(weights) for _ in each.members]) for each in self._groups]
         self._displace(tall, rows)
-        product = self._moved * self._penalty.damping
-        self._products.add(self._moved, product)
+        product = self._displacement * self._penalty.damping
+        self._products.add(self._displacement, product)
         if not gradient:
             return _Result(product, None, None)
         inner, found = self._vector_gradients(tall, rows, product)
         if statistics is not None:
-            if branch is not None:
-                branch.catch_up(statistics.mean)
+            if side is not None:
+                side.catch_up(statistics.mean)
             self._add_statistics(statistics, rows, inner, found)
         return _Result(product, rows.scale, found)
 
@@ -209,8 +212,8 @@ class FusedPenalty:
         """Return L_s, half the inner product of W~ - W~* and P, of the latest evaluation, once."""
         # A sum in pairs, for one running sum over millions of numbers would lose four digits of seven; a GPU has many.
         # H is positive semi-definite; in its null space rounding alone decides the sign.
-        moved, product = self._moved, result.product
-        value = torch.dot(moved, product) if moved.is_cuda else moved.mul_(product).sum()
+        displacement, product = self._displacement, result.product
+        value = torch.dot(displacement, product) if product.is_cuda else displacement.mul_(product).sum()
         return value.clamp_(min=0).mul_(0.5)
 
     def _rows(self, vectors: Tensor) -> _Rows:
@@ -231,7 +234,7 @@ class FusedPenalty:
                 torch.add(start, each.channels(rows.scale), out=end)
             else:
                 torch.addcmul(start, weight, each.channels(rows.scale), out=end)
-        self._moved.index_copy_(0, self._places, rows.last)
+        self._displacement.index_copy_(0, self._places, rows.last)
 
     def _vector_gradients(self, tall: Sequence[Tensor | None], rows: _Rows, product: Tensor) -> tuple[Tensor, Tensor]:
         """Return p_w . w [channels] for P = [p_w, p_b], and the gradients in the vectors.
@@ -254,8 +257,8 @@ class FusedPenalty:
     def _add_statistics(self, statistics: _Statistics, rows: _Rows, inner: Tensor, found: Tensor) -> None:
         """Write the gradients in mean and variance: -s p_b and -s (p_w . w + p_b (b - mean)) / (2 (var + eps)).
 
-        As sums (see `Shared`) they are p_b r and (p_w . w + p_b (b - mean)) r, with r = sqrt(var + eps) / sqrt(spread +
-        eps), which is the r of BRN.
+        As sums (see `BnReading`) they are p_b r and (p_w . w + p_b (b - mean)) r, with the r of BRN,
+        sqrt(var + eps) / sqrt(spread + eps).
         """
         _, to_bias, to_mean, to_var, to_beta = found[: 5 * self._count].view(5, -1)
         torch.addcmul(inner, to_beta, rows.bias - statistics.mean, out=to_var)
@@ -268,14 +271,14 @@ class FusedPenalty:
             to_var.mul_(rows.scale).mul_(statistics.inverse.square().mul_(-0.5))
 
     def gradients(
-        self, result: _Result, factor: float | Tensor, wanted: _Wanted, branch: Branch | None = None
+        self, result: _Result, factor: float | Tensor, wanted: _Wanted, side: SideStream | None = None
     ) -> list[Tensor | None]:
         """Return `factor` times the gradient in every input that `wanted` has a shape and dtype of, or None."""
         assert result.scale is not None
         assert result.vectors is not None
         vectors = result.vectors * factor
-        if branch is not None:
-            branch.give_statistics(vectors)
+        if side is not None:
+            side.give_statistics(vectors)
         scale = result.scale * factor
         found: list[Tensor | None] = []
         for each in self._groups:
@@ -314,24 +317,26 @@ class _Fused(torch.autograd.Function):
         fused: FusedPenalty,
         readings: Mapping[str, Reading],
         gradient: bool,
-        branch: Branch | None,
+        side: SideStream | None,
         *inputs: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         with torch.autocast(fused._origin.device.type, enabled=False):
             statistics = fused._statistics(readings, inputs)
-            with nullcontext() if branch is None else branch.beside():
-                result = fused.evaluate(readings, inputs, statistics, gradient, branch)
+            with nullcontext() if side is None else side.running():
+                result = fused.evaluate(readings, inputs, statistics, gradient, side)
                 value = fused.value(result)
         kept = [result.product, result.scale, result.vectors]
-        if branch is not None:
-            branch.join([one for one in (value, *kept) if one is not None])
+        if side is not None:
+            side.wait([one for one in (value, *kept) if one is not None])
         ctx.save_for_backward(*kept)
         ctx.fused, ctx.wanted = fused, _wanted(inputs)
-        return value
+        ctx.mark_non_differentiable(result.product)
+        ctx.set_materialize_grads(False)
+        return value, result.product
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, factor: Tensor, _: None) -> tuple[Tensor | None, ...]:
         return None, None, None, None, *ctx.fused.gradients(_Result(*ctx.saved_tensors), factor, ctx.wanted)
 
 

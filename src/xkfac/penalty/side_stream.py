@@ -1,4 +1,4 @@
-"""A branch beside the forward pass: what of the penalty needs no activation runs on a side stream of a CUDA device."""
+"""Work of the penalty that needs no activation, beside the forward pass: on a second stream of a CUDA device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from xkfac.model.merged_weight import Reading
 
 
-class Branch:
-    """Forks where a forward pass of the model begins and joins where its results are used.
+class SideStream:
+    """Starts where a forward pass of the model begins and is waited for where its results are used.
 
-    Under the interpretation brn, in a net that does not clip, W~ - W~* and its product with the curvature depend on
-    parameters and on the population's statistics of before the forward pass alone; those of units without BN always
-    depend on parameters alone. `gather` copies these, all in one
-    tensor, and returns it with the statistics [2, C] by unit that are in it; it is called at the fork, since the
-    forward pass changes them. Parameters that change between the fork and their use leave it without effect. Captured
-    as a CUDA graph, the work becomes a branch parallel to the forward pass; on other devices it runs in its turn.
+    Under the interpretation brn, in a network that does not clip, W~ - W~* and its product with the curvature depend
+    on parameters and on the population statistics before the forward pass alone; those of units without BN always
+    depend on parameters alone. `gather` copies these into one tensor and returns it with the statistics [2, C] by unit;
+    it is called at the start, since the forward pass changes them. If parameters change before the result is used, the
+    side stream is not used. In a CUDA graph the work becomes parallel to the forward pass; on other devices there is no
+    stream, and it runs in its turn.
     """
 
     def __init__(
@@ -33,66 +33,66 @@ class Branch:
         self._versions: list[int] = []
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._main: Any = None
-        self._fork: Any = None
+        self._started: Any = None
         self._statistics: Any = None
         self._end: Any = None
         self._names: set[str] = set()
         self._open = False
-        self._fresh: dict[str, Tensor] = {}
-        self._given: dict[str, Tensor] = {}
+        self._unread: dict[str, Tensor] = {}
+        self._read: dict[str, Tensor] = {}
         self.vectors: Tensor
 
     @torch.no_grad()
-    def begin(self, module: nn.Module) -> None:
-        """Fork: the forward pass of the model is about to begin."""
-        self._given = {}
-        self._open = module.training and not torch.compiler.is_compiling()
-        if not self._open:
-            self._fresh = {}
+    def start(self, module: nn.Module) -> None:
+        """Copy what the work depends on: the forward pass of the model is about to begin."""
+        if torch.compiler.is_compiling():
             return
-        self.vectors, self._fresh = self._gather()
-        self._names = set(self._fresh)
+        self._unread, self._read, self._open = {}, {}, module.training
+        if not self._open:
+            return
+        self.vectors, self._unread = self._gather()
+        self._names = set(self._unread)
         self._versions = [parameter._version for parameter in self._parameters]
         if self._stream is not None:
-            self._fork = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._fork.record()
+            self._started = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._started.record()
 
     def population(self, name: str) -> Tensor | None:
-        """Return the statistics [2, C] of a unit's BN at the fork, or None if it has run since."""
-        found = self._fresh.pop(name, None)
-        if found is not None:
-            self._given[name] = found
-        return found
+        """Return the statistics [2, C] of a unit's BN at the start, or None if it has run since."""
+        statistics = self._unread.pop(name, None)
+        if statistics is not None:
+            self._read[name] = statistics
+        return statistics
 
     def covers(self, readings: Mapping[str, Reading]) -> bool:
-        """Whether the readings are those of the forward pass since the fork, and of all BN."""
-        given = self._given
-        read = self._open and all(
-            name in given and name in readings and readings[name].population is given[name] for name in self._names
+        """Whether the readings are those of all BN in the forward pass since the start."""
+        read = self._read
+        same = all(
+            name in read and name in readings and readings[name].population is read[name] for name in self._names
         )
-        return read and self._versions == [parameter._version for parameter in self._parameters]
+        return self._open and same and self._versions == [parameter._version for parameter in self._parameters]
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Run on the branch what is inside, which must depend on nothing that came after the fork."""
-        self._given, self._open = {}, False
+    def running(self) -> Iterator[None]:
+        """Run on the side stream what is inside, which must not depend on anything after the start."""
+        self._read, self._open = {}, False
         if self._stream is None:
             yield
             return
         self._main = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_event(self._fork)
+        self._stream.wait_event(self._started)
         with torch.cuda.stream(self._stream):
             yield
         self._end = self._stream.record_event()
 
     def catch_up(self, tensor: Tensor) -> None:
-        """From here on, depend on all of the forward pass too; a tensor of it will be used."""
+        """Let what follows depend on all of the forward pass too; a tensor of it will be used."""
         if self._stream is not None:
             self._stream.wait_stream(self._main)
             tensor.record_stream(self._stream)
 
     def give_statistics(self, gradient: Tensor) -> None:
-        """Let the backward pass have the gradient in the statistics, while the branch goes on."""
+        """Give the gradient in the statistics to the backward pass, while the side stream goes on."""
         if self._stream is not None:
             gradient.record_stream(self._main)
             self._statistics = self._stream.record_event()
@@ -102,8 +102,8 @@ class Branch:
         if self._statistics is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._statistics)
 
-    def join(self, results: list[Tensor]) -> None:
-        """Have the current stream wait for the end of the branch, whose results it will use."""
+    def wait(self, results: list[Tensor]) -> None:
+        """Have the current stream wait for the end of the work, whose results it will use."""
         if self._end is None:
             return
         here = torch.cuda.current_stream(self._stream.device)

@@ -175,6 +175,7 @@ class Sequence:
             strength=self._strength(),
             bn_momentum=line.bn_momentum,
             balance=self._balance,
+            penalty_every=1,  # the same numbers on every device
         ) as learner:
             begun = {"begun": True, "balance": self._balance.state_dict() if self._balance else None}
             learner.load_state_dict(begun)

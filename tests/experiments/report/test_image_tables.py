@@ -1,0 +1,286 @@
+# ruff: noqa: RUF001, the letters and dashes that readers of the paper expect
+"""The tables of runs of images against numbers that are worked out by hand.
+
+In `made_up.images` the ceilings are 60, 50, 80 and 40 plus the seed. A line is 4 points below them on a target when it
+has learnt it, and loses `loss` points on every task with each that comes after. Birds are first and flowers last in the
+repeat of seed 0, the other way round in that of seed 1.
+"""
+
+import csv
+import io
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers import made_up
+from xkfac import cli
+from xkfac.experiments.recipes.recipe import Line, Task
+from xkfac.experiments.report import figures, image_tables, multiples, tables
+from xkfac.experiments.runs.results import JobResult, Spread, pooled
+
+ROOT2 = math.sqrt(2)
+
+
+def found(*jobs, **options):
+    (made,) = image_tables.image_tables([made_up.images(*jobs, **options)])
+    return made
+
+
+def spread(one, other):
+    return Spread((one + other) / 2, pytest.approx(abs(one - other) / ROOT2), 2)
+
+
+def by_label(rows):
+    return {row.method: row for row in rows}
+
+
+# ---------------------------------------------------------------- accuracies
+
+
+def test_final_accuracies_stand_under_the_names_of_their_tasks_whatever_the_order():
+    row = by_label(found().accuracies)["K-FAC"]
+    assert list(row.accuracies) == ["tiny", "birds", "cars", "flowers"]
+    # 5 points a task. tiny: 60 - 15, 61 - 15; birds: 46 - 10, then last of all, 47; flowers the other way round.
+    assert row.accuracies["tiny"] == spread(45, 46)
+    assert row.accuracies["birds"] == spread(36, 47)
+    assert row.accuracies["cars"] == spread(71, 72)
+    assert row.accuracies["flowers"] == spread(36, 27)
+    assert row.average == spread((45 + 36 + 71 + 36) / 4, (46 + 47 + 72 + 27) / 4)
+
+
+def test_what_lines_do_to_bn_curvature_and_alpha():
+    rows = by_label(found().accuracies)
+    facts = {name: (row.active_bn, row.valid_curvature, row.balanced) for name, row in rows.items()}
+    assert facts == {
+        "a network of its own": (True, False, False),
+        "fine-tuning": (True, False, False),
+        "fixed BN": (False, True, False),
+        "K-FAC": (True, False, False),
+        "XK-FAC": (True, True, False),
+        "XK-FAC, alpha": (True, True, True),
+    }
+    assert [name for name, row in rows.items() if row.reference] == ["a network of its own"]
+
+
+@pytest.mark.parametrize(
+    ("line", "facts"),
+    [
+        (Line(method="kfac", fixed_bn=True), (False, True, False)),
+        (Line(method="xkfac", fixed_bn=True, balance=True), (False, True, True)),
+        (Line(method="xkfac", curvature={"statistics": "population"}), (True, False, False)),
+        (Line(method="ewc"), (True, True, False)),
+        (Line(method="corrected"), (True, True, False)),
+        (Line(method="fine-tuning", fixed_bn=True), (False, False, False)),
+    ],
+)
+def test_facts_of_other_lines(line, facts):
+    assert image_tables.facts_of(line) == facts
+
+
+def test_repeats_that_are_not_at_the_end_do_not_count_and_are_named():
+    jobs = [made_up.image_job("xkfac", 0), made_up.image_job("xkfac", 1, tasks=2, done=False)]
+    lost = replace(made_up.image_job("kfac", 1, tasks=3), diverged=3)
+    made = found(*jobs, made_up.image_job("kfac", 0), lost)
+    rows = by_label(made.accuracies)
+    assert rows["XK-FAC"].accuracies["tiny"].count == rows["K-FAC"].accuracies["tiny"].count == 1
+    assert rows["XK-FAC"].remark == "2 of 4 tasks so far"
+    assert rows["K-FAC"].remark == "diverged at task 4 (1 of 2 repeats)"
+    assert (rows["fixed BN"].average, rows["fixed BN"].remark) == (None, "not started")
+    assert [row.label for row in made.shares] == ["K-FAC", "XK-FAC"]
+    text, shares = image_tables.tables_text(made)
+    assert "fixed BN (not started)" in text
+    assert shares[0] == ["line", "tiny kept"]  # no ceilings yet
+    assert "diverged at task 4" in image_tables.tables_html(made)
+
+
+def test_a_number_that_is_not_finite_is_a_diverged_repeat():
+    bad = made_up.image_job("xkfac", 1)
+    rows = [*bad.accuracy[:3], [math.nan] * 4]
+    made = found(made_up.image_job("xkfac", 0), replace(bad, accuracy=rows))
+    row = by_label(made.accuracies)["XK-FAC"]
+    assert (row.diverged, row.accuracies["tiny"]) == (1, Spread(57.0, pytest.approx(math.nan, nan_ok=True), 1))
+
+
+def test_before_the_first_repeat_is_at_its_end_there_are_no_tables():
+    waiting = made_up.images(made_up.image_job("xkfac", 0, tasks=3, done=False))
+    assert image_tables.image_tables([waiting, made_up.small()]) == [None, None]
+
+
+def test_a_line_that_leaves_tasks_out_has_no_average_where_repeats_left_out_others():
+    text = made_up.IMAGES.replace("[lines.xkfac]", "[lines.xkfac]\ntasks = 2")
+    jobs = [made_up.image_job("xkfac", seed, order=made_up.ORDERS[seed][:2], tasks=2) for seed in (0, 1)]
+    singles = [made_up.image_job("single", seed, loss=0.0) for seed in (0, 1)]
+    made = found(*jobs, *singles, text=text)
+    row = by_label(made.accuracies)["XK-FAC"]
+    means = {task: value.mean for task, value in row.accuracies.items()}
+    assert means == {"tiny": 59.5, "birds": 50.0, "flowers": 41.0}
+    assert row.accuracies["birds"].count == 1
+    assert row.average is None
+    assert made.shares[0].shares["cars"] is None
+    assert made.shares[0].shares["flowers"].mean == 100
+
+
+# ---------------------------------------------------------------- shares
+
+
+def test_shares_are_of_the_source_network_and_of_the_ceilings_with_the_same_seed():
+    rows = {row.label: row for row in found().shares}
+    assert list(rows) == ["fine-tuning", "fixed BN", "K-FAC", "XK-FAC", "XK-FAC, alpha"]
+    row = rows["K-FAC"]
+    assert row.kept.mean == pytest.approx((100 * 45 / 60 + 100 * 46 / 61) / 2)
+    assert row.kept.deviation == pytest.approx((100 * 46 / 61 - 100 * 45 / 60) / ROOT2)
+    assert row.shares["birds"].mean == pytest.approx((100 * 36 / 50 + 100 * 47 / 51) / 2)
+    assert row.shares["flowers"].mean == pytest.approx((100 * 36 / 40 + 100 * 27 / 41) / 2)
+    assert row.shares["birds"].deviation == pytest.approx((100 * 47 / 51 - 100 * 36 / 50) / ROOT2)
+
+
+def test_a_share_needs_the_ceiling_of_its_own_seed():
+    jobs = [made_up.image_job("xkfac", seed, below=5.0) for seed in (0, 1)]
+    row = found(*jobs, made_up.image_job("single", 0, loss=0.0)).shares[0]
+    assert row.kept.count == 2
+    assert row.shares["cars"] == Spread(pytest.approx(100 * 74 / 80), pytest.approx(math.nan, nan_ok=True), 1)
+
+
+def test_the_csv_has_every_number_in_full():
+    rows = list(csv.DictReader(io.StringIO(image_tables.tables_csv([found()]))))
+    xkfac = {(row["what"], row["task"]): row for row in rows if row["line"] == "xkfac"}
+    assert len(xkfac) == 4 + 1 + 1 + 3
+    kept = xkfac["kept", "tiny"]
+    assert float(kept["mean"]) == pytest.approx((100 * 54 / 60 + 100 * 55 / 61) / 2)
+    assert (kept["run"], kept["label"], kept["repeats"]) == ("images", "XK-FAC", "2")
+    assert (kept["active_bn"], kept["valid_curvature"], kept["balanced"]) == ("1", "1", "0")
+    assert float(xkfac["average accuracy", ""]["mean"]) == 52
+    assert {row["what"] for row in rows if row["line"] == "single"} == {"accuracy", "average accuracy"}
+
+
+# ---------------------------------------------------------------- the other tables and figures
+
+
+def test_a_network_of_its_own_is_a_reference_everywhere():
+    rows = {row.entry.name: row for row in tables.summary([made_up.images()])}
+    assert rows["single"].entry.reference
+    assert rows["single"].final == spread(57.5, 58.5)
+    assert rows["single"].forgetting is rows["single"].backward_transfer is rows["single"].learning_accuracy is None
+    assert rows["kfac"].forgetting.mean == 10
+    # Untrained heads say nothing of what is known before a task is learnt.
+    assert all(row.forward_transfer is None for row in rows.values())
+
+
+def test_what_was_known_from_the_start_is_not_read_as_learnt():
+    job = JobResult("l", 0, accuracy=[[60.0], [55.0, 40.0]], before=[7.0], untrained=[60.0, 2.0, 3.0])
+    assert (job.known, job.forward_transfer()) == (1, 5.0)
+    assert JobResult("l", 0, accuracy=[[60.0]], untrained=[60.0, 2.0]).forward_transfer() is None
+
+
+def test_final_is_by_name_and_there_at_the_end_alone():
+    assert made_up.image_job("l", 1, loss=0.0).final() == {"tiny": 61, "flowers": 41, "cars": 81, "birds": 51}
+    assert made_up.image_job("l", tasks=3).final() is None
+    assert replace(made_up.image_job("l"), diverged=3).final() is None
+    assert JobResult("l", 0, accuracy=[[1.0]]).final() is None
+
+
+def matrix_axes(run, monkeypatch, tmp_path):
+    kept = []
+    saved = multiples.multiples.__globals__["save"]
+    monkeypatch.setitem(
+        multiples.multiples.__globals__, "save", lambda canvas, *rest: kept.append(canvas) or saved(canvas, *rest)
+    )
+    lines = [entry for entry in tables.entries([run]) if entry.reached and not entry.reference]
+    drawn = multiples.draw_matrices("matrices", lines, tmp_path)
+    return drawn, kept[0].axes[0]
+
+
+def ticks(axes):
+    return [label.get_text() for label in axes.get_xticklabels()]
+
+
+def test_heat_maps_name_tasks_where_all_repeats_have_one_order(tmp_path, monkeypatch):
+    jobs = [made_up.image_job("xkfac", seed, order=made_up.ORDERS[0]) for seed in (0, 1)]
+    drawn, axes = matrix_axes(made_up.images(*jobs), monkeypatch, tmp_path)
+    assert ticks(axes) == [label.get_text() for label in axes.get_yticklabels()] == list(made_up.ORDERS[0])
+    assert "places in the order" not in drawn.note
+    with drawn.csv.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["after_task"], row["task"], row["name"]) for row in rows[:3]] == [
+        ("1", "1", "tiny"),
+        ("2", "1", "tiny"),
+        ("2", "2", "birds"),
+    ]
+
+
+def test_heat_maps_of_several_orders_have_places(tmp_path, monkeypatch):
+    drawn, axes = matrix_axes(made_up.images(), monkeypatch, tmp_path)
+    assert ticks(axes) == ["1", "2", "3", "4"]
+    assert "places in the order" in drawn.note
+    assert "name" not in drawn.csv.read_text(encoding="utf-8").splitlines()[0].split(",")
+
+
+def test_permutations_keep_their_numbers():
+    run = made_up.small()
+    lines = {
+        name: replace(line, jobs=[replace(job, tasks=[f"permutation {i}" for i in range(10)]) for job in line.jobs])
+        for name, line in run.lines.items()
+    }
+    assert all(entry.order is None for entry in tables.entries([replace(run, lines=lines)]))
+
+
+def test_ceilings_forget_nothing_in_figures(tmp_path):
+    drawn = {figure.key: figure for figure in figures.draw_all([made_up.images()], tmp_path)}
+    forgetting = {key.label for key in drawn["accuracy-forgetting"].legend}
+    assert {key.label for key in drawn["accuracy"].legend} - forgetting == {"a network of its own"}
+
+
+# ---------------------------------------------------------------- pooling
+
+
+def other_seeds():
+    return made_up.images(
+        *(made_up.image_job("xkfac", seed) for seed in (2, 3)),
+        text=made_up.IMAGES.replace("repeats = 2", "repeats = 2\nseed = 2"),
+        folder="runs/others",
+    )
+
+
+def test_runs_of_the_same_images_with_other_seeds_are_pooled():
+    (one,) = pooled([made_up.images(), other_seeds()])
+    assert [job.seed for job in one.lines["xkfac"].jobs] == [0, 1, 2, 3]
+    assert (one.folder, one.others) == ("runs/images", ("runs/others",))
+    row = by_label(image_tables.image_tables([one])[0].accuracies)["XK-FAC"]
+    assert row.accuracies["tiny"].mean == (54 + 55 + 59 + 60) / 4
+
+
+@pytest.mark.parametrize("what", ["images", "tasks", "tuning"])
+def test_runs_of_other_images_or_tasks_or_tuned_ones_are_not(what):
+    other = other_seeds()
+    recipe = other.recipe
+    if what == "images":
+        other = replace(other, recipe=replace(recipe, images=replace(recipe.images, pixels=32)))
+    elif what == "tasks":
+        other = replace(other, recipe=replace(recipe, tasks={**recipe.tasks, "cars": Task("other.zip")}))
+    else:
+        other = replace(other, provenance={**other.provenance, "tuning": {}})
+    assert len(pooled([made_up.images(), other])) == 2
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_shows_the_table_of_a_run_of_images(tmp_path, monkeypatch, capsys):
+    run = made_up.write(made_up.images(), tmp_path / "run")
+    assert run.results().lines["kfac"].jobs[1].final() == made_up.image_job("kfac", 1, loss=5.0, below=4.0).final()
+    monkeypatch.setattr(sys, "argv", ["xkfac", "report", str(run.path), "-o", str(tmp_path / "report")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (0, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "method active BN valid curvature adaptive α tiny birds cars flowers average"
+    kfac = next(line for line in lines if line.startswith("K-FAC"))
+    assert kfac.split()[:2] == ["K-FAC", "✓"]
+    assert "45.50 ± 0.71" in kfac
+    best = next(line for line in lines if line.startswith("XK-FAC ") and "*" in line)
+    assert best.count("*") == 5
+    assert "line" in next(line for line in lines if "tiny kept" in line)
+    assert f"{(100 * 54 / 60 + 100 * 55 / 61) / 2:.1f} ± 0.1" in lines[[line[:6] for line in lines].index("XK-FAC", 8)]
+    assert lines[-1] == f"report: {tmp_path / 'report' / 'report.html'}"

@@ -1,0 +1,260 @@
+"""What the processes of `test_processes.py` do: networks, mini-batches and their shares, SyncBatchNorm on a CPU."""
+
+import copy
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import xkfac
+from tests.helpers.setups import Everything, data, mlp, randomise
+from xkfac.curvature import assemble
+
+SIZES = (8, 5, 7, 1, 6)
+IMAGES = {"shape": (2, 7, 7), "scale": 2.0, "shift": 3.0}
+# What is estimated on a network with one unit of every kind.
+KINDS = {
+    "mean": {},
+    "paper": {"form": "paper"},
+    "pooled": {"grouping": "pooled"},
+    "pooled, paper's form": {"grouping": "pooled", "form": "paper"},
+    "hierarchical": {"grouping": "hierarchical"},
+    "hierarchical, paper's form": {"grouping": "hierarchical", "form": "paper"},
+    "kfac": {"kind": "kfac"},
+    "diagonal": {"kind": "diagonal"},
+    "free": {"kind": "diagonal", "per_parameter": True},
+    "corrected": {"kind": "corrected"},
+    "exact": {"labels": "exact", "form": "paper"},
+    "exact mean": {"labels": "exact"},
+    "empirical": {"labels": "empirical"},
+    "population": {"statistics": "population"},
+    "gaussian": {"likelihood": "gaussian"},
+    "single": {"accumulation_dtype": torch.float32},
+}
+OWN_ONLY = {"unmerged": {"merge": False}}
+# Under SyncBatchNorm; four processes on few cores take turns at every sum, so that they do a part of it.
+COUPLED = {
+    2: [name for name in KINDS if name not in ("population", "exact mean")],
+    4: ["mean", "hierarchical, paper's form", "free", "corrected"],
+}
+
+
+class AllSum(torch.autograd.Function):
+    """The sum over all processes, with its gradient."""
+
+    @staticmethod
+    def forward(ctx, value):
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class SyncOnCPU(nn.SyncBatchNorm):
+    """SyncBatchNorm as torch has it for GPUs alone."""
+
+    def forward(self, input):
+        if not self.training:
+            return super().forward(input)
+        over = [0, *range(2, input.dim())]
+        each = (1, -1, *[1] * (input.dim() - 2))
+        count = AllSum.apply(torch.tensor(float(input.numel() // input.shape[1]), dtype=input.dtype))
+        mean = AllSum.apply(input.sum(over)) / count
+        centred = input - mean.view(each)
+        var = AllSum.apply(centred.square().sum(over)) / count
+        return centred * (var + self.eps).rsqrt().view(each) * self.weight.view(each) + self.bias.view(each)
+
+
+def synchronised(net):
+    """Return a parallel network, its BN layers synchronised once it is one: on a CPU torch refuses them before."""
+    parallel = nn.parallel.DistributedDataParallel(net)
+    for module in list(net.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                new = SyncOnCPU(child.num_features)
+                new.load_state_dict(child.state_dict())
+                setattr(module, name, new.double())
+    return parallel
+
+
+def everything():
+    torch.manual_seed(0)
+    return randomise(Everything()).double()
+
+
+def perceptron():
+    torch.manual_seed(1)
+    return mlp().double()
+
+
+def small_conv():
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+    return randomise(net).double()
+
+
+@functools.cache
+def whole(count=5, **changes):
+    """Return the mini-batches of the whole pass, of different sizes, their number not a multiple of the processes'."""
+    made = [data(1, SIZES[k], classes=3, seed=k, **changes)[0] for k in range(count)]
+    return [(x.double(), y) for x, y in made]
+
+
+def images(count=5):
+    return whole(count, **IMAGES)
+
+
+def portions(batches, ranks):
+    """Return each process's portion of every mini-batch, the portions being of different sizes."""
+    cuts = [[1 + (rank + k) % 3 for rank in range(ranks)] for k in range(len(batches))]
+    return [
+        [(x[sum(c[:r]) :][: c[r]], y[sum(c[:r]) :][: c[r]]) for (x, y), c in zip(batches, cuts, strict=True)]
+        for r in range(ranks)
+    ]
+
+
+def wide(ranks):
+    """Return mini-batches that are large enough for a portion each."""
+    made = [data(1, 12, classes=3, seed=10 + k, **IMAGES)[0] for k in range(2)]
+    batches = [(x.double(), y) for x, y in made]
+    mine = portions(batches, ranks)
+    joined = [tuple(torch.cat(part) for part in zip(*(own[k] for own in mine), strict=True)) for k in range(2)]
+    return mine, joined
+
+
+def drawn(name):
+    """Return the options of a kind, with few draws but for the first, which has as many as the pass has by itself."""
+    options = {**KINDS, **OWN_ONLY}[name]
+    return options if name == "mean" or "labels" in options else {**options, "draws": 2}
+
+
+def few(name):
+    """Return options with few backward passes, each of which goes through all processes several times."""
+    if KINDS[name].get("labels") == "exact":
+        return {**KINDS[name], "max_batches": 1}
+    return {**drawn(name), "draws": 2} if name == "mean" else drawn(name)
+
+
+class Counted:
+    """Counts the numbers that collective operations are given, by operation."""
+
+    def __init__(self):
+        self.numbers = {}
+
+    def __enter__(self):
+        self.kept = {name: getattr(dist, name) for name in ("all_reduce", "reduce", "broadcast")}
+        for name, function in self.kept.items():
+            setattr(dist, name, functools.partial(self.call, name, function))
+        return self
+
+    def call(self, name, function, tensor, *args, **kwargs):
+        self.numbers.setdefault(name, []).append(tensor.numel())
+        return function(tensor, *args, **kwargs)
+
+    def __exit__(self, *_):
+        for name, function in self.kept.items():
+            setattr(dist, name, function)
+
+
+def refused(work):
+    """Return the message of the error that `work` raises."""
+    with pytest.raises(xkfac.XkfacError) as caught:
+        work()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def failing():
+    yield from images(1)
+    raise xkfac.XkfacError("the disk is on fire")
+
+
+def process(rank, ranks, port, folder):
+    """Do all that is tested of a number of processes, and leave the results in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks)
+    results = dict(per_process(rank, ranks, Path(folder)))
+    results |= dict(coupled(rank, ranks))
+    results |= dict(faults(rank, ranks))
+    torch.save(results, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+def per_process(rank, ranks, folder):
+    parallel = nn.parallel.DistributedDataParallel(everything())
+    mine = images()[rank::ranks]
+    for name in {**KINDS, **OWN_ONLY}:
+        made = xkfac.estimate(parallel, mine, **drawn(name))
+        yield name, (made.curvature, made.examples)
+    alone = mine if rank == 1 else []
+    yield "alone", xkfac.estimate(parallel, alone, draws=2).curvature
+    yield "alone corrected", xkfac.estimate(parallel, iter(()) if rank != 1 else mine, kind="diagonal").curvature
+    yield "max_batches", xkfac.estimate(parallel, images(), max_batches=1, draws=1).examples
+    linear = nn.parallel.DistributedDataParallel(perceptron())
+    for form in ("mean", "paper"):
+        yield f"cross-layer {form}", xkfac.estimate(linear, whole()[rank::ranks], form=form, cross_layer=True).curvature
+    own = whole()[rank::ranks]
+    streamed = xkfac.estimate(linear, iter(own) if rank != 1 else own).curvature
+    yield "streams", (streamed, xkfac.estimate(linear, own).curvature)
+    with Counted() as counted:
+        xkfac.estimate(linear, whole()[rank::ranks])
+    yield "numbers", counted.numbers
+    decomposed = []
+    assemble.eigenbasis, kept = lambda *pair: decomposed.append(pair) or kept(*pair), assemble.eigenbasis
+    xkfac.estimate(linear, whole()[rank::ranks], kind="corrected")
+    assemble.eigenbasis = kept
+    yield "decomposed", len(decomposed)
+    parallel.module.bn.running_mean.add_(rank)
+    before = copy.deepcopy(parallel.module.state_dict())
+    state = torch.get_rng_state()
+    memory = xkfac.consolidate(parallel, mine, draws=2)
+    memory.save(folder / f"memory-{rank}.safetensors")
+    changed = {k for k, v in parallel.module.state_dict().items() if not torch.equal(v, before[k])}
+    yield "trace", (changed, torch.equal(state, torch.get_rng_state()))
+
+
+def coupled(rank, ranks):
+    mine, _ = wide(ranks)
+    parallel = synchronised(everything())
+    for name in COUPLED[ranks]:
+        made = xkfac.estimate(parallel, mine[rank], **few(name))
+        yield f"coupled {name}", (made.curvature, made.examples)
+    linear = synchronised(perceptron())
+    vectors = portions([(x.repeat(2, 1), y.repeat(2)) for x, y in whole(1)], ranks)[rank]
+    for form in ("mean", "paper"):
+        options = {"form": form, "cross_layer": True, "draws": 2}
+        yield f"coupled cross-layer {form}", xkfac.estimate(linear, vectors, **options).curvature
+    conv = synchronised(small_conv())
+    cut = [(x[:, :, :4, :4], y) for x, y in mine[rank][:1]]
+    yield "coupled oracle", xkfac.estimate(conv, cut, form="paper", labels="exact").curvature
+    yield "uneven", refused(lambda: xkfac.estimate(parallel, mine[rank][: 1 + (rank == 0)], draws=1))
+    broken = failing() if rank == 1 else mine[rank]
+    yield "coupled failed", refused(lambda: xkfac.estimate(parallel, broken))
+    yield "apart", refused(lambda: xkfac.estimate(parallel, mine[rank], merge=False))
+    yield "bare", refused(lambda: xkfac.estimate(parallel.module, mine[rank], kind="diagonal", per_parameter=True))
+
+
+def faults(rank, ranks):
+    parallel = nn.parallel.DistributedDataParallel(everything())
+    mine = images()[rank::ranks]
+    yield "settings", refused(lambda: xkfac.estimate(parallel, mine, form="paper" if rank == 1 else "mean"))
+    yield "none", refused(lambda: xkfac.estimate(parallel, []))
+    yield "failed", refused(lambda: xkfac.estimate(parallel, failing() if rank == 1 else mine))
+    pixels = [(nn.functional.pad(x, (0, 0, 0, 2 * (rank % 2))), y) for x, y in images(1)]
+    yield "positions", refused(lambda: xkfac.estimate(parallel, pixels))
+    broken = [(x * float("nan"), y) for x, y in mine] if rank == 1 else mine
+    yield "not finite", refused(lambda: xkfac.estimate(parallel, broken))
+    with torch.no_grad():
+        parallel.module.head.weight.add_(rank)
+    yield "weights", refused(lambda: xkfac.estimate(parallel, mine))
+    own = nn.parallel.DistributedDataParallel(everything())
+    own.broadcast_buffers = False
+    own.module.bn.running_var.add_(rank)
+    yield "buffers", refused(lambda: xkfac.estimate(own, mine))

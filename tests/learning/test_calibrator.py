@@ -1,0 +1,248 @@
+"""Calibration: the scale it finds against known ones, the real rise against the divergence, files, traces, errors."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xkfac
+from tests.helpers.setups import Everything, data, gradients, mlp, move, randomise, target
+from xkfac import Learner, Memory, calibrate, consolidate, files
+from xkfac.calibration import Calibration, CurvePoint, radius_of, scale_of
+from xkfac.curvature.operator import Curvature
+from xkfac.errors import MemoryFileError, MismatchError, XkfacError
+from xkfac.learning.calibrator import _path, _ProxyTask, _Source, _Way
+from xkfac.model.batches import default_forward
+from xkfac.model.merged_weight import bind
+
+CALIBRATION = Calibration(20.0, 0.03, (CurvePoint(0.01, 0.15), CurvePoint(0.03, 0.7)), 256)
+
+
+def quick(**changes):
+    """Return options of a calibration short enough for a test."""
+    return {"rounds": 2, "steps": 8, "lr": 0.05, **changes}
+
+
+def points(*pairs):
+    return [CurvePoint(*pair) for pair in pairs]
+
+
+def weaker(memory, factor):
+    """Return a memory whose curvature is `factor` times too small."""
+    blocks = {name: block.scale(1 / factor) for name, block in memory.curvature.blocks.items()}
+    return replace(memory, curvature=Curvature(blocks))
+
+
+def everything_about(model):
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    flags = [(m.training, getattr(m, "track_running_stats", None), len(m._forward_pre_hooks)) for m in model.modules()]
+    grads = [(p.requires_grad, p.grad) for p in model.parameters()]
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}, flags, grads, torch.get_rng_state()
+
+
+def test_scale_is_the_mean_ratio_weighted_by_what_rose():
+    assert scale_of(points((0.1, 0.2), (0.3, 0.6))) == pytest.approx(2)
+    # ratios 1 and 8 with weights 1 and 2: 8 ** (2 / 3)
+    assert scale_of(points((1.0, 1.0), (0.25, 2.0))) == pytest.approx(4)
+    assert scale_of(points((1.0, 3.0), (1.0, -1.0), (0.0, 1.0))) == pytest.approx(3)
+    assert math.isnan(scale_of(points((1.0, -1.0))))
+
+
+def test_radius_ends_before_the_first_point_that_is_underrated():
+    curve = points((0.4, 100.0), (0.1, 0.15), (0.2, 0.2), (0.3, 0.05))
+    assert radius_of(curve, 1.0) == 0.3
+    assert radius_of(curve, 1000.0) == 0.4
+    assert radius_of(curve, 0.7) == 0.0
+    assert radius_of(points((0.1, 0.1), (0.2, 0.5), (0.3, 0.3)), 1.0) == 0.1
+
+
+@pytest.mark.parametrize("factor", [1.0, 9.0, 0.2])
+def test_a_penalty_that_is_exact_but_for_a_factor_is_scaled_by_it(factor):
+    # One linear layer and a Gaussian: the divergence is quadratic, and A (x) H' is its exact curvature.
+    model = nn.Linear(6, 3)
+    batches = data(6, 40)
+    options = {"likelihood": xkfac.Gaussian(0.5), "labels": "exact"}
+    memory = weaker(consolidate(model, batches, "kfac", **options), factor)
+    held_out = [batch for batch in batches for _ in range(2)]  # measures on what the curvature was made from
+    found = calibrate(model, memory, held_out, rounds=2, steps=30, damping=0.0).calibration
+    assert found.scale == pytest.approx(factor, rel=1e-3)
+    assert found.radius == max(point.predicted for point in found.curve)
+    assert found.examples == 240
+
+
+def test_real_is_the_divergence_of_what_the_network_said_before():
+    model = randomise(Everything()).eval()
+    batches = data(8, 50, (2, 9, 9))
+    memory = consolidate(model, batches[:2], draws=1)
+    source = _Source(model, memory, default_forward, batches, seed=0)
+    moved = copy.deepcopy(model)
+    move(moved)
+    with torch.no_grad():
+        x = torch.cat([x for x, _ in batches])
+        before, now = model(x).log_softmax(1), moved.eval()(x).log_softmax(1)
+    divergence = F.kl_div(now, before, reduction="batchmean", log_target=True).item()
+    point = source.point(moved)
+    assert divergence > 1e-3
+    assert point.real == pytest.approx(divergence, rel=1e-4)
+    displacement = {n: b.merged_weight() - memory.anchor[n] for n, b in bind(moved, memory.units).items()}
+    assert point.predicted == pytest.approx(memory.curvature.quadratic(displacement).item(), rel=1e-4)
+    assert source.point(model).real == 0
+
+
+def test_the_path_descends_the_proxy_s_objective_and_leaves_what_is_not_covered():
+    model = mlp().eval()
+    memory = consolidate(model, data(), exclude=["6"])
+    forward = default_forward
+    task = _ProxyTask(model, memory.likelihood, forward, data(4, 16), 0)
+    *_, network = _path(model, memory, task, 1.0, _Way(60, 0.05, 1e-4, 0))
+    changed = {name for name, p in network.named_parameters() if not torch.equal(p, model.get_parameter(name))}
+    # All but the head, and a bias in front of a BN, which nothing moves.
+    assert changed == {name for name, _ in model.named_parameters() if not name.startswith("6.") and name != "3.bias"}
+    # Read by the best readout, the answers are nearer than where learning began.
+    readout = task.readout(0)
+    optimizer = torch.optim.LBFGS([readout], max_iter=100)
+    network.eval().requires_grad_(False)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(task.loss(network, readout, index) for index in range(4)) / 4
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert closure().item() < task.start - 0.02
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "options"),
+    [
+        (Everything, data(4, 6, (2, 9, 9)), {}),
+        (mlp, data(4), {"method": "ewc"}),
+        (mlp, data(4), {"method": "fixed-bn"}),
+        (mlp, data(4), {"method": "unmerged"}),
+        (mlp, data(4), {"likelihood": "bernoulli"}),
+        (lambda: nn.Sequential(mlp(), nn.Flatten(0), nn.Unflatten(0, (-1, 3))).double(), None, {}),
+        (lambda: nn.Sequential(nn.Linear(6, 1), nn.Flatten(0)), data(4), {"likelihood": "gaussian"}),
+        (lambda: nn.Conv1d(6, 3, 1), data(4, shape=(6, 5)), {}),
+    ],
+    ids=["everything", "ewc", "fixed-bn", "unmerged", "bernoulli", "float64", "one number", "positions"],
+)
+def test_any_network_method_and_likelihood_leaves_no_trace(model, batches, options):
+    model = model().train()
+    batches = batches or [(x.double(), y) for x, y in data(4)]
+    memory = consolidate(model, batches, **options)
+    before = everything_about(model)
+    found = calibrate(model, memory, iter(batches), **quick(steps=4)).calibration
+    after = everything_about(model)
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    assert before[1:3] == after[1:3]
+    assert torch.equal(before[3], after[3])
+    assert 0 < found.scale < math.inf
+    assert len(found.curve) == 3  # after 1, 2 and 4 of 4 steps
+    assert found == calibrate(model, memory, batches, **quick(steps=4)).calibration
+    assert found != calibrate(model, memory, batches, **quick(steps=4, seed=1)).calibration
+
+
+def test_proxy_is_learnt_from_in_place_of_held_out_batches():
+    model = mlp()
+    memory = consolidate(model, data())
+    own = calibrate(model, memory, data(5), **quick()).calibration
+    assert own.examples == 3 * 8
+    given = calibrate(model, memory, data(5), proxy=target(), **quick()).calibration
+    assert given.examples == 5 * 8
+    far = calibrate(model, memory, data(5), proxy=target(shift=3.0), **quick()).calibration
+    assert given.curve != far.curve
+    assert calibrate(model, memory, data(5), proxy=target(), max_batches=2, **quick()).calibration.examples == 2 * 8
+
+
+def test_steps_too_long_for_the_curvature_are_shortened():
+    model = mlp()
+    memory = weaker(consolidate(model, data(8, 16)), 1e-3)  # a penalty a thousand times too strong
+    found = calibrate(model, memory, data(8, 16), rounds=1, steps=20, lr=0.5).calibration
+    assert all(math.isfinite(point.real) and point.predicted < 2 for point in found.curve)
+    bounded = calibrate(model, memory, data(8, 16), rounds=1, steps=20, lr=1e6).calibration
+    assert all(math.isfinite(point.real) and point.predicted < 2 for point in bounded.curve)
+    with pytest.raises(XkfacError, match="diverges even at a learning rate of"):
+        calibrate(model, weaker(memory, 1e12), data(8, 16), rounds=1, steps=20, lr=1e9)
+
+
+def test_strength_left_out_is_the_scale_of_the_memory():
+    model = mlp()
+    memory = replace(consolidate(model, data()), calibration=CALIBRATION)
+    found = []
+    for strength in (None, 20.0):
+        copied = copy.deepcopy(model)
+        with Learner(copied, memory, strength=strength) as learner:
+            learner.begin(target())
+            move(copied)
+            found.append(gradients(copied.train(), learner))
+            assert learner.strength == 20.0
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
+def test_calibration_is_kept_by_finish_and_files(tmp_path):
+    model = mlp()
+    memory = replace(consolidate(model, data()), calibration=CALIBRATION)
+    memory.save(tmp_path / "m", torch.bfloat16)
+    assert Memory.load(tmp_path / "m").calibration == CALIBRATION
+    assert "scaled by 20" in repr(memory)
+    with Learner(model, memory) as learner:
+        learner.begin(target())
+        learner.penalty()
+        assert learner.finish(target()).calibration == CALIBRATION
+    consolidate(mlp(), data()).save(tmp_path / "none")
+    assert Memory.load(tmp_path / "none").calibration is None
+
+
+def rewritten(path, change):
+    description, tensors = files.read(path)
+    description = json.loads(json.dumps(description))
+    change(description)
+    files.write(path, description, tensors)
+
+
+def test_a_file_from_before_calibrations_loads_and_a_damaged_one_does_not(tmp_path):
+    path = tmp_path / "m"
+    replace(consolidate(mlp(), data()), calibration=CALIBRATION).save(path)
+    for change in ({"scale": -1.0}, {"scale": math.inf}, {"radius": math.nan}, {"curve": [{}]}, {"examples": None}):
+        rewritten(path, lambda found, change=change: found["calibration"].update(change))
+        with pytest.raises(MemoryFileError, match="damaged"):
+            Memory.load(path)
+        rewritten(path, lambda found: found.update(calibration=json.loads(json.dumps(_entry()))))
+    assert Memory.load(path).calibration == CALIBRATION
+    rewritten(path, lambda found: found.pop("calibration"))
+    assert Memory.load(path).calibration is None
+
+
+def _entry():
+    curve = [{"predicted": point.predicted, "real": point.real} for point in CALIBRATION.curve]
+    return {"scale": CALIBRATION.scale, "radius": CALIBRATION.radius, "curve": curve, "examples": CALIBRATION.examples}
+
+
+def test_errors_name_the_remedy():
+    model = mlp()
+    memory = consolidate(model, data())
+    with pytest.raises(XkfacError, match="strength must be a number of at least 0, not 'calibrated'"):
+        Learner(model, memory, strength="calibrated")
+    with pytest.raises(XkfacError, match="'fine-tuning' has no penalty"):
+        calibrate(model, consolidate(model, data(), "fine-tuning"), data())
+    with pytest.raises(XkfacError, match="gave a single one"):
+        calibrate(model, memory, data(1))
+    with pytest.raises(XkfacError, match="more than one example"):
+        calibrate(model, memory, data(4, 1))
+    for name, value in (("rounds", 0), ("steps", 0), ("lr", 0.0), ("lr", math.nan)):
+        with pytest.raises(XkfacError, match=f"{name} of a calibration"):
+            calibrate(model, memory, data(), **{name: value})
+    move(model)
+    before = everything_about(model)
+    with pytest.raises(MismatchError, match="away from those that the memory was made from"):
+        calibrate(model, memory, data(), **quick())
+    after = everything_about(model)
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    assert before[1] == after[1]

@@ -1,0 +1,165 @@
+"""Implicit steps are products with (I + c H)^-1, block by block, and let a strong penalty have long steps."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.helpers.setups import data, mlp, randomise, target
+from xkfac import Learner, consolidate
+from xkfac.errors import NotFiniteError
+from xkfac.penalty.implicit import Implicit
+
+
+class Mixed(nn.Module):
+    """Layers with and without biases in front of BN, a grouped convolution, and a plain layer at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv1d(2, 4, 2)
+        self.norm = nn.BatchNorm1d(4)
+        self.grouped = nn.Conv1d(4, 4, 1, groups=2, bias=False)
+        self.second = nn.BatchNorm1d(4, affine=False)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.first(x.view(len(x), 2, 3))))
+        return self.last(torch.tanh(self.second(self.grouped(x))).mean(2))
+
+
+def started(build, **options):
+    torch.manual_seed(0)
+    model = randomise(build()).double()
+    memory = consolidate(model, [(x.double(), y) for x, y in data()], **options)
+    learner = Learner(model, memory, damping=0.0, importance=(0.5, 0.5), strength=4e4)
+    with torch.no_grad():  # away from the anchor, where the Hessian is that of elsewhere
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model, learner
+
+
+def hessian(learner, parameter):
+    """The Hessian of L_s in one parameter where its W~ is linear in it, population statistics held."""
+
+    def penalty():
+        return learner._step.quadratic({name: one.merged_weight() for name, one in learner._step.bound.items()})
+
+    columns, step = [], 1.0
+    for place in range(parameter.numel()):
+        found = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.view(-1)[place] += sign * step
+            (gradient,) = torch.autograd.grad(penalty(), parameter)
+            found.append(gradient.flatten())
+            with torch.no_grad():
+                parameter.view(-1)[place] -= sign * step
+        columns.append((found[0] - found[1]) / (2 * step))  # exact: L_s is quadratic in it
+    return torch.stack(columns, 1)
+
+
+@pytest.mark.parametrize("build", [mlp, Mixed])
+@pytest.mark.parametrize("made", [{"method": "kfac"}, {"method": "diagonal"}, {"method": "kfac", "cross_layer": True}])
+def test_of_one_kronecker_product_every_block_is_exactly_inverted(build, made):
+    _, learner = started(build, **made)
+    weight = 0.3 * 0.5 * 4e4
+    implicit = learner.implicit(0.3, rank=1000)
+    assert len(implicit.parameters) > 3
+    for parameter in implicit.parameters:
+        gradient = torch.randn_like(parameter)
+        (found,) = implicit([parameter], [gradient])
+        matrix = torch.eye(parameter.numel(), dtype=torch.float64) + weight * hessian(learner, parameter)
+        wanted = torch.linalg.solve(matrix, gradient.flatten()).view_as(parameter)
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+        assert not torch.allclose(found, gradient, rtol=1e-3)
+
+
+@pytest.mark.parametrize("made", [{"form": "paper"}, {"form": "mean"}, {"grouping": "hierarchical"}])
+@pytest.mark.parametrize("rank", [2, 1000])
+def test_a_sum_of_products_is_inverted_to_its_diagonal_in_one_basis(made, rank):
+    """Vectors exactly; weights by a matrix between 0 and 1 that is near the inverse where the rank allows."""
+    model, learner = started(Mixed, **made)
+    weight = 0.3 * 0.5 * 4e4
+    implicit = learner.implicit(0.3, rank=rank)
+    assert set(map(id, implicit.parameters)) == {
+        id(p) for name, p in model.named_parameters() if not name.startswith("second")
+    }
+    for parameter in implicit.parameters:
+        size = parameter.numel()
+        columns = [
+            implicit([parameter], [one.view_as(parameter)])[0].flatten() for one in torch.eye(size, dtype=torch.float64)
+        ]
+        found = torch.stack(columns, 1)
+        values = torch.linalg.eigvalsh(found)
+        torch.testing.assert_close(found, found.T, rtol=1e-9, atol=1e-12)
+        assert values.min() > 0
+        assert values.max() < 1 + 1e-9
+        matrix = weight * hessian(learner, parameter)
+        if parameter.dim() == 1:
+            wanted = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + matrix)
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+        elif rank > 2:
+            assert torch.linalg.eigvals(found @ matrix).real.max() < 2 < torch.linalg.eigvalsh(matrix).max()
+
+
+@pytest.mark.parametrize("made", [{"method": "kfac"}, {"grouping": "hierarchical"}])
+def test_a_strong_penalty_takes_steps_that_would_diverge_without(made):
+    torch.manual_seed(0)
+    model = randomise(mlp())
+    memory = consolidate(model, data(), **made)
+    lr = 0.1
+    for kind in ("plain", "implicit"):
+        net = copy.deepcopy(model)
+        learner = Learner(net, memory, strength=3e4, damping=1e-4, interpretation="eval")
+        learner.begin(target())
+        net[1].momentum = net[4].momentum = 0.01
+        implicit = learner.implicit(lr, 0.9) if kind == "implicit" else None
+        limit = learner.stable_lr(0.9, implicit=implicit)
+        assert limit < 0.1 * lr if implicit is None else limit > lr
+        optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9)
+        with pytest.raises(NotFiniteError, match="too long") if implicit is None else contextlib.nullcontext():
+            for x, y in target() * 30:
+                optimizer.zero_grad()
+                learner.backward(F.cross_entropy(net(x), y))
+                if implicit is not None:
+                    implicit.step()
+                optimizer.step()
+        end = float(learner.last_penalty)
+        learner.close()
+    assert end < 1e-3
+
+
+def test_parameters_without_a_gradient_and_those_that_are_not_its_own_are_left_alone():
+    model, learner = started(Mixed)
+    implicit = learner.implicit(10.0)
+    assert isinstance(implicit, Implicit)
+    model.last.weight.grad = torch.ones_like(model.last.weight)
+    stranger = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    implicit.step()
+    assert model.first.weight.grad is None
+    assert not torch.equal(model.last.weight.grad, torch.ones_like(model.last.weight))
+    (same,) = implicit([stranger], [torch.ones(3, dtype=torch.float64)])
+    assert torch.equal(same, torch.ones(3, dtype=torch.float64))
+
+
+def test_weights_with_their_channels_last_are_treated_alike():
+    layers = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        net = nn.Sequential(*copy.deepcopy(layers), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+        net = randomise(net).double().to(memory_format=layout)
+        memory = consolidate(net, [(x.double(), y) for x, y in data(2, 8, (3, 5, 5))], grouping="hierarchical")
+        implicit = Learner(net, memory, strength=1e4).implicit(0.1)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in net.parameters():
+            given = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+            parameter.grad = torch.empty_like(parameter).copy_(given)
+        implicit.step()
+        results.append([parameter.grad for parameter in net.parameters()])
+    assert results[1][0].is_contiguous(memory_format=torch.channels_last)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
