@@ -50,9 +50,7 @@ METHODS: dict[str, tuple[list[Any], Callable[[Any], list[Any]]]] = {
     "LwF": ([0.3, 1.0, 3.0, 10.0, 30.0], lambda value: [LwFPlugin(value, temperature=2)]),
     "Replay, 200 images": ([None], lambda _: [ReplayPlugin(mem_size=200)]),
     "Replay, 1,000 images": ([None], lambda _: [ReplayPlugin(mem_size=1000)]),
-    "K-FAC": ([1.0, 3.0, 10.0, 30.0], lambda value: [XKFACPlugin(method="kfac", strength=value)]),
     "K-FAC, calibrated": ([None], lambda _: [XKFACPlugin(method="kfac")]),
-    "XK-FAC": ([1.0, 3.0, 10.0, 30.0], lambda value: [XKFACPlugin(strength=value)]),
     "XK-FAC, calibrated": ([None], lambda _: [XKFACPlugin()]),
 }
 

@@ -94,6 +94,9 @@ networks = {
     "plain average, BN statistics measured again": with_new_statistics(plain, both),
     "weighted by the Fisher information": with_merged_weights(plain, memories[0].units, solution(memories)),
 }
+averages = []
 for name, model in networks.items():
     found = [accuracy(model, test) for test in tests]
-    print(f"{name}: {found[0]:.1f}% of turned, {found[1]:.1f}% of mirrored, {sum(found) / 2:.1f}% on average")
+    averages.append(sum(found) / 2)
+    print(f"{name}: {found[0]:.1f}% of turned, {found[1]:.1f}% of mirrored, {averages[-1]:.1f}% on average")
+forgetful, kept = max(averages[:-1]), averages[-1]

@@ -30,8 +30,10 @@ posterior.optimize_prior_precision()
 
 places = {"between -3 and -2, among examples": (-3, -2), "between -0.5 and 0.5, in the gap": (-0.5, 0.5)}
 places["between 6 and 7, far away"] = (6, 7)
+deviations = []
 for name, (low, high) in places.items():
     at = torch.linspace(low, high, 50)[:, None]
     mean, variance = posterior(at)
     error = (mean - at.sin()).square().mean().sqrt()
-    print(f"{name}: standard deviation {variance.mean().sqrt():.2f}, real error {error:.2f}")
+    deviations.append(variance.mean().sqrt().item())
+    print(f"{name}: standard deviation {deviations[-1]:.2f}, real error {error:.2f}")

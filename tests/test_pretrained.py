@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import nn
 
 import xkfac
-from tests.setups import Everything, data, mlp, randomise
+from tests.helpers.setups import Everything, data, mlp, randomise
 from xkfac.pretrained import CARD, MEMORY, MODEL, card
 
 IMAGES = {"shape": (2, 7, 7)}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import xkfac
-from tests.setups import data, mlp
+from tests.helpers.setups import data, mlp
 
 pytest.importorskip("avalanche", reason="needs the extra 'avalanche'")
 
@@ -191,12 +191,12 @@ class Heads(MultiTaskModule):
 
 @pytest.mark.parametrize("options", [{}, {"exclude": ["heads*"]}])
 def test_a_model_of_several_heads_keeps_its_first_task(options):
-    accuracies = []
+    distances = []
     stream = benchmark().train_stream
     for plugins in ([], [XKFACPlugin(draws=2, strength=100.0, **options)]):
         torch.manual_seed(0)
         model = Heads()
-        strategy = naive(model, plugins, epochs=6)
+        strategy = naive(model, plugins, epochs=4)
         strategy.train(stream[0])
         model.eval()
         x, _ = examples(0)
@@ -204,8 +204,8 @@ def test_a_model_of_several_heads_keeps_its_first_task(options):
         strategy.train(stream[1:], eval_streams=[stream])
         model.eval()
         after = model(x, torch.zeros(len(x), dtype=torch.long)).detach()
-        accuracies.append(F.mse_loss(after, before).item())
-    assert accuracies[1] < 0.3 * accuracies[0]
+        distances.append(F.mse_loss(after, before).item())
+    assert distances[1] < 0.5 * distances[0]
     assert plugins[0].memory.tasks == 3
 
 

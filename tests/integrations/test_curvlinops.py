@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import xkfac
-from tests.setups import Everything, data, mlp, randomise
+from tests.helpers.setups import Everything, data, mlp, randomise
 from xkfac.model.merged_weight import bind
 
 pytest.importorskip("curvlinops", reason="needs the extra 'curvlinops'")

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import xkfac
+from tests.helpers.setups import Everything, data, mlp, randomise
 from tests.integrations.test_curvlinops import IMAGES, dense_curvature
-from tests.setups import Everything, data, mlp, randomise
 
 pytest.importorskip("laplace", reason="needs the extra 'laplace'")
 

@@ -6,11 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from avalanche.distributed import DistributedHelper
-from avalanche.models import MultiHeadClassifier
-from avalanche.models.utils import avalanche_forward
-from avalanche.training.plugins import SupervisedPlugin
-from avalanche.training.regularization import RegularizationMethod
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -18,6 +13,15 @@ from torch.utils.data.distributed import DistributedSampler
 from xkfac.integrations.task_sequence import TaskSequence
 from xkfac.memory import Memory
 from xkfac.model.passes import unwrap
+
+try:
+    from avalanche.distributed import DistributedHelper
+    from avalanche.models import MultiHeadClassifier
+    from avalanche.models.utils import avalanche_forward
+    from avalanche.training.plugins import SupervisedPlugin
+    from avalanche.training.regularization import RegularizationMethod
+except ImportError as error:
+    raise ImportError(f"{error}; install it by: pip install 'xkfac[avalanche]'", name=error.name) from error
 
 
 def forward(model: nn.Module, batch: Any) -> Tensor:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import torch
-from curvlinops._torch_base import PyTorchLinearOperator
 from torch import Tensor, nn
 
 from xkfac.integrations.parameter_space import pulled, pushed
 from xkfac.memory import Memory
 from xkfac.model.merged_weight import bind
 from xkfac.model.passes import unwrap
+
+try:
+    from curvlinops._torch_base import PyTorchLinearOperator
+except ImportError as error:
+    raise ImportError(f"{error}; install it by: pip install 'xkfac[curvlinops]'", name=error.name) from error
 
 
 class CurvatureLinearOperator(PyTorchLinearOperator):

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
-from laplace.baselaplace import KronLaplace
-from laplace.utils.matrix import Kron
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
@@ -18,6 +16,12 @@ from xkfac.memory import Memory, consolidate
 from xkfac.model.likelihood import Categorical, Gaussian
 from xkfac.model.merged_weight import BoundUnit, bind
 from xkfac.model.passes import batches, device_of
+
+try:
+    from laplace.baselaplace import KronLaplace
+    from laplace.utils.matrix import Kron
+except ImportError as error:
+    raise ImportError(f"{error}; install it by: pip install 'xkfac[laplace]'", name=error.name) from error
 
 
 def kron_of(model: nn.Module, memory: Memory) -> Kron:

@@ -12,6 +12,7 @@ tasks = [loaders(*images(task)) for task in range(3)]
 train, held_out, _ = ([AvalancheDataset([loader.dataset]) for loader in part] for part in zip(*tasks, strict=True))
 benchmark = benchmark_from_datasets(train=train, valid=held_out)
 
+averages = []
 for plugins in ([], [XKFACPlugin(held_out=benchmark.streams["valid"])]):
     torch.manual_seed(0)
     model = network()
@@ -26,4 +27,7 @@ for plugins in ([], [XKFACPlugin(held_out=benchmark.streams["valid"])]):
     for experience in benchmark.streams["train"]:
         strategy.train(experience)
     found = [accuracy(model, test) for _, _, test in tasks]
-    print("with the plugin" if plugins else "without", " ".join(f"{one:.1f}%" for one in found))
+    averages.append(sum(found) / len(found))
+    shown = " ".join(f"{one:.1f}%" for one in found)
+    print(f"{'with' if plugins else 'without'} the plugin: {shown}, {averages[-1]:.1f}% on average")
+forgetful, kept = averages
