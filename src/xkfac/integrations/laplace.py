@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from xkfac.curvature.blocks import Block, Diagonal, Kronecker, Term
+from xkfac.curvature.blocks import Block, Diagonal, Kronecker
 from xkfac.errors import XkfacError
 from xkfac.integrations.parameter_space import pushed
 from xkfac.memory import Memory, consolidate
@@ -73,11 +73,20 @@ def _of_weight(rows: Tensor, columns: int, block: Block) -> list[Tensor]:
         return [(rows.square() * block.values)[:, :, :columns].flatten()]
     assert isinstance(block, Kronecker)
     scales = rows[:, :, :1] * rows[:, :, :1].mT
-    terms = tuple(Term(term.dense_left[:, :columns, :columns], scales * term.right) for term in block.terms)
-    left, right = Kronecker(terms).marginals() if len(terms) > 1 else (terms[0].left, terms[0].right)
+    left, right = _one_product(
+        torch.stack([term.dense_left[:, :columns, :columns] for term in block.terms]),
+        torch.stack([scales * term.right for term in block.terms]),
+    )
     if len(left) == 1:
         return [right[0], left[0]]
     return [_block_diagonal([torch.kron(h, a) for h, a in zip(right, left, strict=True)])]
+
+
+def _one_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the A [groups, D, D] and H [groups, C, C] whose product has the partial traces of a sum of products."""
+    of_left, of_right = (side.diagonal(dim1=2, dim2=3).sum(2)[:, :, None, None] for side in (left, right))
+    total = (of_left * of_right).sum(0)
+    return (of_right * left).sum(0), (of_left * right).sum(0) / total.masked_fill(total == 0, 1.0)
 
 
 def _block_diagonal(blocks: Iterable[Tensor]) -> Tensor:
