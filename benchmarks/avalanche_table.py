@@ -46,7 +46,7 @@ EPOCHS, RATES = 3, (0.01, 0.05)
 METHODS: dict[str, tuple[list[Any], Callable[[Any], list[Any]]]] = {
     "Naive": ([None], lambda _: []),
     "EWC": ([1.0, 10.0, 100.0, 1000.0, 10000.0], lambda value: [EWCPlugin(value)]),
-    "SI": ([1e-3, 1e-2, 1e-1, 1.0, 10.0], lambda value: [SynapticIntelligencePlugin(value)]),
+    "SI": ([0.1, 10.0, 100.0, 1000.0, 10000.0], lambda value: [SynapticIntelligencePlugin(value)]),
     "LwF": ([0.3, 1.0, 3.0, 10.0, 30.0], lambda value: [LwFPlugin(value, temperature=2)]),
     "Replay, 200 images": ([None], lambda _: [ReplayPlugin(mem_size=200)]),
     "Replay, 1,000 images": ([None], lambda _: [ReplayPlugin(mem_size=1000)]),

@@ -1,12 +1,14 @@
 """The plugin for Avalanche: what it learns and remembers is what the bare loop does, resumed or not."""
 
 import copy
+import functools
 import pickle
 import re
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -15,7 +17,7 @@ from tests.helpers.setups import data, mlp
 
 pytest.importorskip("avalanche", reason="needs the extra 'avalanche'")
 
-from avalanche.benchmarks import nc_benchmark
+from avalanche.benchmarks import benchmark_from_datasets, nc_benchmark
 from avalanche.benchmarks.utils import _make_taskaware_classification_dataset as as_dataset
 from avalanche.core import Agent
 from avalanche.models import MultiHeadClassifier, MultiTaskModule
@@ -23,6 +25,7 @@ from avalanche.training.plugins import ReplayPlugin
 from avalanche.training.supervised import Naive
 from torch.utils.data import TensorDataset
 
+from xkfac.integrations import task_sequence
 from xkfac.integrations.avalanche import XKFACPlugin, XKFACRegularization, _loaders
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "avalanche.md"
@@ -215,6 +218,38 @@ def test_examples_of_a_replay_buffer_do_not_enter_the_memory():
     assert plugin.memory.examples == 2 * 48
 
 
+def test_held_out_examples_make_the_memory_in_place_of_the_experiences_own():
+    sizes = [48, 16]
+    sets = {
+        name: [as_dataset(Data(*examples(t, size)), task_labels=t) for t in range(2)]
+        for name, size in zip(("train", "valid"), sizes, strict=True)
+    }
+    streams = benchmark_from_datasets(**sets).streams
+    plugin = XKFACPlugin(draws=1, strength=1.0, held_out=streams["valid"])
+    naive(mlp(), [plugin]).train(streams["train"])
+    assert (plugin.memory.tasks, plugin.memory.examples) == (2, 2 * 16)
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_processes_share_the_examples_and_one_calibration(one_process):
+    found = []
+    for wrap in (nn.parallel.DistributedDataParallel, lambda net: net):
+        torch.manual_seed(0)
+        plugin = XKFACPlugin(draws=1, calibrate=FEW)
+        assert plugin.supports_distributed
+        naive(wrap(mlp()), [plugin]).train(benchmark(2).train_stream)
+        found.append(plugin.memory)
+    assert [memory.examples for memory in found] == [2 * 48] * 2
+    assert found[0].calibration == found[1].calibration
+
+
 def test_an_agent_learns_as_the_bare_loop_does():
     model, stream = mlp(), benchmark(2).train_stream
     bare = copy.deepcopy(model)
@@ -239,6 +274,7 @@ def test_an_agent_learns_as_the_bare_loop_does():
 
 def test_the_lines_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(task_sequence, "calibrated", functools.partial(xkfac.calibrate, **FEW))
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
