@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs format benchmark peers clean
+.PHONY: demo test check docs examples format benchmark peers clean
 
 demo: $(READY)
 	$(BIN)/xkfac demo --output demo-output
@@ -19,6 +19,9 @@ check: docs
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+examples: $(READY)
+	$(BIN)/pytest -s tests/test_examples.py
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -23,8 +23,7 @@ from step_time import METHODS, stepper
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from xkfac.experiments.data.digits import batches, stream
-from xkfac.experiments.data.images import Pictures
+from xkfac.experiments.data.digits import Part, batches, stream
 from xkfac.experiments.networks.backbones import make_backbone
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -101,7 +100,7 @@ def main() -> None:
 
     torch.set_float32_matmul_precision({"float32": "highest", "tf32": "high", "bfloat16": "medium"}[options.precision])
     count, generator = steps * options.batch, stream("step time")
-    pictures = Pictures(
+    pictures = Part(
         torch.randint(0, 256, (count, 3, options.pixels, options.pixels), dtype=torch.uint8, generator=generator),
         torch.randint(0, 100, (count,), generator=generator),
     ).to("cuda")

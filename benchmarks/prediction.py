@@ -38,7 +38,8 @@ from torch.nn import functional as F
 
 import xkfac
 from xkfac.experiments.data.augmentation import Augmentation
-from xkfac.experiments.data.images import Pictures, load_pictures
+from xkfac.experiments.data.digits import Part
+from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.networks.weights import load_source
 from xkfac.model.merged_weight import bind
@@ -91,7 +92,7 @@ class Point:
 class Batches:
     """Full batches of pictures (x, y) on the device; a new order for every pass, fixed by the seed."""
 
-    def __init__(self, part: Pictures, size: int, prepare: Callable[[Tensor], Tensor], seed: int) -> None:
+    def __init__(self, part: Part, size: int, prepare: Callable[[Tensor], Tensor], seed: int) -> None:
         self.part, self.size, self.prepare = part, min(size, len(part)), prepare
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -111,7 +112,7 @@ class Measure:
     """
 
     def __init__(
-        self, net: ManyHeaded, source: str, part: Pictures, prepare: Callable[[Tensor], Tensor], *, own_bn: bool
+        self, net: ManyHeaded, source: str, part: Part, prepare: Callable[[Tensor], Tensor], *, own_bn: bool
     ) -> None:
         self.source, self.part, self.prepare = source, part, prepare
         self.norms = norm_state(net) if own_bn else None
@@ -137,9 +138,9 @@ class Measure:
         return rise.item(), divergence.item(), accuracy.item()
 
 
-def halves(part: Pictures, seed: int) -> tuple[Pictures, Pictures]:
+def halves(part: Part, seed: int) -> tuple[Part, Part]:
     order = torch.randperm(len(part), generator=torch.Generator().manual_seed(seed)).to(part.x.device)
-    return tuple(Pictures(part.x[index], part.y[index]) for index in order.chunk(2))  # type: ignore[return-value]
+    return tuple(Part(part.x[index], part.y[index]) for index in order.chunk(2))  # type: ignore[return-value]
 
 
 @torch.no_grad()
@@ -306,7 +307,7 @@ class Experiment:
         own = {VARIANTS[name]["method"] == "own-bn" for name in options.variants}
         if len(own) > 1:
             raise SystemExit("curvatures with own BN are measured by themselves; list either these or others")
-        measuring = Pictures(measuring.x[: options.measured], measuring.y[: options.measured])
+        measuring = Part(measuring.x[: options.measured], measuring.y[: options.measured])
         self.measure = Measure(self.net, self.source, measuring, self.plain, own_bn=own.pop())
         given = source.train.to(DEVICE) if from_train else estimating
         # One list of batches for all: every curvature sees the same ones.

@@ -17,11 +17,11 @@ from common import keep, provenance
 
 import xkfac
 from xkfac.experiments.data.augmentation import Augmentation
-from xkfac.experiments.data.digits import batches
-from xkfac.experiments.data.images import Pictures, load_pictures
+from xkfac.experiments.data.digits import Part, batches
+from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.weights import load_source
-from xkfac.experiments.runs.tasks import PicturePool
+from xkfac.experiments.runs.tasks import ImageExamples
 
 AFTER = (1, 5, 10, 20, 30)
 
@@ -42,18 +42,21 @@ def main() -> None:
     source = load_pictures(options.source, parts=("validation",), **how)
     target = load_pictures(options.target, parts=("train",), **how).train
     some = torch.randperm(len(target), generator=torch.Generator().manual_seed(0))[: options.images]
-    target = Pictures(target.x[some], target.y[some])
+    target = Part(target.x[some], target.y[some])
     net = make_backbone("resnet18", {"source": len(source.classes)}, stem="small", seed=0)
     load_source(net, options.weights, "source")
-    plain = PicturePool(source.validation, Augmentation(options.pixels), False)
+    plain = ImageExamples(source.validation, Augmentation(options.pixels), False)
     order = batches(len(plain), 32, seed=0, task=0, epoch=0)[: options.curvature_batches]
     memory = xkfac.consolidate(
-        net, [plain.take(index) for index in order], exclude=["heads.*"], draws=4, grouping="hierarchical"
+        net, [plain.take(index) for index in order], "xkfac", exclude=["heads.*"], draws=4, grouping="hierarchical"
     )
     augmentation = Augmentation(options.pixels, (options.least, 1.0))
-    drawn = PicturePool(target, augmentation, True)
+    drawn = ImageExamples(target, augmentation, True)
     results: dict[str, list[float]] = {}
-    for name, begun in (("plain images", PicturePool(target, augmentation, False)), ("as training draws them", drawn)):
+    for name, begun in (
+        ("plain images", ImageExamples(target, augmentation, False)),
+        ("as training draws them", drawn),
+    ):
         load_source(net, options.weights, "source")
         drawn.redraw(0, 1, -1)
         with xkfac.Learner(net, memory, damping=0.0) as learner, torch.no_grad():

@@ -31,7 +31,7 @@ from xkfac.experiments.data.digits import batches
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.weights import load_source
-from xkfac.experiments.runs.tasks import PicturePool
+from xkfac.experiments.runs.tasks import ImageExamples
 from xkfac.penalty.layout import _in_two
 
 
@@ -101,12 +101,12 @@ def main() -> None:
     source = load_pictures(options.tree, parts=("validation",), pixels=options.pixels, resize="squash", validation=0.1)
     net = make_backbone("resnet18", {"source": len(source.classes)}, stem="small", seed=0)
     load_source(net, options.weights, "source")
-    plain = PicturePool(source.validation, Augmentation(options.pixels), False)
+    plain = ImageExamples(source.validation, Augmentation(options.pixels), False)
     order = batches(len(plain), 32, seed=0, task=0, epoch=0)[: options.batches]
     given = [plain.take(index) for index in order]
-    factors = dict(factors_of(xkfac.consolidate(net, given, exclude=["heads.*"], draws=1), options.units))
+    factors = dict(factors_of(xkfac.consolidate(net, given, "xkfac", exclude=["heads.*"], draws=1), options.units))
     with rounding():
-        coarse = dict(factors_of(xkfac.consolidate(net, given, exclude=["heads.*"], draws=1), options.units))
+        coarse = dict(factors_of(xkfac.consolidate(net, given, "xkfac", exclude=["heads.*"], draws=1), options.units))
     results: dict[str, dict[str, float]] = {}
     for name, factor in factors.items():
         largest = torch.linalg.eigvalsh(factor.double())[-1]

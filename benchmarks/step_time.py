@@ -21,10 +21,9 @@ from common import bytes_of, keep, operations_of, provenance
 
 import xkfac
 from xkfac.experiments.data.augmentation import Augmentation
-from xkfac.experiments.data.digits import batches, stream
-from xkfac.experiments.data.images import Pictures
+from xkfac.experiments.data.digits import Part, batches, stream
 from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
-from xkfac.experiments.runs.tasks import PicturePool
+from xkfac.experiments.runs.tasks import ImageExamples
 from xkfac.experiments.runs.training import Stepper, make_optimizer
 
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -45,18 +44,18 @@ def network(options: argparse.Namespace) -> ManyHeaded:
     return net
 
 
-def stepper(options: argparse.Namespace, pictures: Pictures, method: dict[str, Any] | None) -> Stepper:
+def stepper(options: argparse.Namespace, pictures: Part, method: dict[str, Any] | None) -> Stepper:
     """Return the steps of a method on the target; its memory is of a few batches."""
     net, augmentation, learner = network(options), Augmentation(options.pixels, (0.5, 1.0)), None
     if method is not None:
-        plain = PicturePool(pictures, augmentation, False)
+        plain = ImageExamples(pictures, augmentation, False)
         order = batches(len(pictures), options.batch, seed=0, task=0, epoch=-1)[:2].to(options.device)
         net.enter("source")
         memory = xkfac.consolidate(net, [plain.take(index) for index in order], exclude=["heads.*"], draws=1, **method)
         learner = xkfac.Learner(net, memory)
         learner.load_state_dict({"begun": True, "balance": None})
     net.enter("target")
-    pool = PicturePool(pictures, augmentation, True)
+    pool = ImageExamples(pictures, augmentation, True)
     pool.redraw(0, 0, 0)
     autocast = torch.bfloat16 if options.precision == "bfloat16" else None
     return Stepper(net, pool, make_optimizer(net, 0.9), learner, autocast=autocast)
@@ -79,7 +78,7 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = options.precision != "float32"
     record = {**provenance(), "options": {key: str(value) for key, value in vars(options).items() if key != "output"}}
     count, side, generator = options.steps * options.batch, options.pixels, stream("step time")
-    pictures = Pictures(
+    pictures = Part(
         torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator),
         torch.randint(0, 100, (count,), generator=generator),
     ).to(options.device)

@@ -53,7 +53,7 @@ def penalties(memory: xkfac.Memory) -> list[float]:
 
 def files(case: Case, folder: Path) -> dict[str, dict[str, float]]:
     """Return, by dtype, megabytes, seconds to write and to read, and the mean and largest change of the penalty."""
-    memory = xkfac.consolidate(case.net, list(torch.split(case.inputs, 8)), draws=1)
+    memory = xkfac.consolidate(case.net, list(torch.split(case.inputs, 8)), "xkfac", draws=1)
     exact, path = penalties(memory), folder / "memory.safetensors"
     rows = {}
     for name, dtype in DTYPES.items():
@@ -90,7 +90,7 @@ def accuracy(dtype: torch.dtype | None, strength: float, seed: int, tasks: int, 
             learner.begin(batches(x, y, 32, 0))
         train(net, x, y, epochs, 100 * seed + task, 0.1, learner)
         data = batches(x, y, 32, 5)
-        made = xkfac.consolidate(net, data) if learner is None else learner.finish(data)
+        made = xkfac.consolidate(net, data, "xkfac") if learner is None else learner.finish(data)
         memory = through_file(made, dtype, folder / "memory.safetensors")
     net.eval()
     with torch.no_grad():

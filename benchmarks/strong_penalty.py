@@ -163,7 +163,9 @@ def main() -> None:
         net = trained(some(mnist.train, 0, 4000), seed)
         before.append(accuracy(net, some(mnist.test, 0, 2000)))
         held_out = batches(some(mnist.validation, 0, 2000), seed)
-        memory = xkfac.consolidate(net, held_out, exclude=[str(HEAD)], draws=4, grouping="hierarchical", seed=seed)
+        memory = xkfac.consolidate(
+            net, held_out, "xkfac", exclude=[str(HEAD)], draws=4, grouping="hierarchical", seed=seed
+        )
         memory = xkfac.calibrate(net, memory, held_out, seed=seed)
         assert memory.calibration is not None
         scales.append(memory.calibration.scale)

@@ -22,8 +22,8 @@ from common import keep, provenance
 from xkfac.experiments.data.digits import load
 from xkfac.experiments.recipes.parsing import load_recipe
 from xkfac.experiments.runs.folder import JobFolder
-from xkfac.experiments.runs.job import Sequence
-from xkfac.experiments.runs.tasks import Permuted
+from xkfac.experiments.runs.job import JobRun
+from xkfac.experiments.runs.tasks import PermutedTasks
 
 LINES = ("fine-tuning", "ewc", "kfac-bn-brn", "xkfac-bn-brn", "xkfac-bn-bn", "xkfac-brn-brn", "corrected")
 
@@ -49,7 +49,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 line = replace(lines_of[name], tasks=options.tasks)
                 job = JobFolder(Path(folder), name, turn)
-                Sequence(line, turn, Permuted(line, turn, parts), job, checkpoint_seconds=float("inf")).run()
+                JobRun(line, turn, PermutedTasks(line, turn, parts), job, checkpoint_seconds=float("inf")).run()
                 # The last task makes no memory, so it is not counted either.
                 seconds[name] += job.result().seconds[1:-1]
     plain = statistics.median(seconds["fine-tuning"])

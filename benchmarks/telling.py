@@ -14,7 +14,7 @@ import torch
 from common import keep, provenance
 
 from xkfac.experiments.data.digits import load, permutation
-from xkfac.experiments.runs.task_inference import TaskTeller
+from xkfac.experiments.runs.task_inference import TaskInference
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     for data in ("mnist", "digits"):
         parts = load(data, options.data, validation=5000 if data == "mnist" else 200)
         orders = [permutation(parts.train.x.shape[1], options.seed, task) for task in range(options.tasks)]
-        teller = TaskTeller()
+        teller = TaskInference()
         for task, order in enumerate(orders):
             teller.learn(str(task), [parts.train.x[:, order]])
         wrong = sum(

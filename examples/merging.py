@@ -21,7 +21,7 @@ for domain in (turned, mirrored):
     expert = copy.deepcopy(base)
     fine_tune(expert, train, epochs=10)
     experts.append(expert.eval())
-    memories.append(xkfac.consolidate(expert, train, statistics="population", interpretation="eval"))
+    memories.append(xkfac.consolidate(expert, train))
     tests.append(test)
 
 

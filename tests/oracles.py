@@ -1,7 +1,7 @@
 """Brute force, written straight from the paper's definitions with loops and no cleverness, for `nn.Sequential` nets.
 
 A unit is given by the place of its layer (or lone BN) in the net, and its output by the place of the module whose
-output is h. Arrays have the format [groups, N, S, features] (see xkfac.factors).
+output is h. Arrays have the format [groups, N, S, features] (see xkfac.curvature.moments).
 """
 
 import copy

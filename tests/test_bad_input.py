@@ -82,8 +82,10 @@ def test_bernoulli_takes_zeros_and_ones_of_any_dtype(dtype):
 def test_a_curvature_is_accumulated_in_float32_or_float64(dtype):
     model = mlp()
     with pytest.raises(xkfac.XkfacError) as refused:
-        xkfac.consolidate(model, data(), accumulation_dtype=dtype)
-    assert str(refused.value) == f"dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64"
+        xkfac.consolidate(model, data(), "xkfac", accumulation_dtype=dtype)
+    assert str(refused.value) == (
+        f"accumulation_dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64"
+    )
     for wide in (torch.float32, torch.float64):
         assert (
             xkfac.estimate(model, data(1), draws=1, accumulation_dtype=wide).curvature.blocks["6"].diagonal().dtype
@@ -95,16 +97,16 @@ def test_a_memory_has_no_integers():
     with pytest.raises(
         xkfac.XkfacError, match=r"no numbers of dtype torch.int8; use torch.float32, float64 or bfloat16"
     ):
-        xkfac.consolidate(mlp(), data(1), draws=1).to(dtype=torch.int8)
+        xkfac.consolidate(mlp(), data(1), "xkfac", draws=1).to(dtype=torch.int8)
 
 
 @pytest.mark.parametrize("call", ["consolidate", "recentre", "calibrate", "Learner"])
 def test_a_model_without_values_is_refused(call):
-    memory = xkfac.consolidate(mlp(), data(1), draws=1)
+    memory = xkfac.consolidate(mlp(), data(1), "xkfac", draws=1)
     with torch.device("meta"):
         model = mlp()
     work = {
-        "consolidate": lambda: xkfac.consolidate(model, data()),
+        "consolidate": lambda: xkfac.consolidate(model, data(), "xkfac"),
         "recentre": lambda: recentre(model, target()),
         "calibrate": lambda: xkfac.calibrate(model, memory, data()),
         "Learner": lambda: xkfac.Learner(model, memory),

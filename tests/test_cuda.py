@@ -150,7 +150,7 @@ def test_a_step_does_not_synchronise(method):
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_look_at_the_penalty_does_not_synchronise_and_finds_what_is_not_finite(beside):
     model = randomise(Everything()).cuda()
-    memory = replace(consolidate(model, batches(2)), calibration=Calibration(1.0, 0.0, (), 1))
+    memory = replace(consolidate(model, batches(2), "xkfac"), calibration=Calibration(1.0, 0.0, (), 1))
     step = Step(model, memory)
     leave_side_stream(step.learner, beside)
     step.learner.begin(batches(2, shift=1.0, seed=1))

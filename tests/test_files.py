@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from xkfac import MemoryFileError, files
+from xkfac.curvature.gram import symmetric, triangle
 
 DESCRIPTION = {"tasks": 2, "names": ["é", "a/b"], "nested": {"none": None, "number": 0.1}}
 
@@ -55,38 +56,66 @@ def written(tmp_path_factory):
 def test_symmetric_is_the_inverse_of_triangle(size, groups, seed):
     matrix = torch.randn(*groups, size, size, generator=torch.Generator().manual_seed(seed))
     matrix = matrix + matrix.mT
-    packed = files.triangle(matrix)
+    packed = triangle(matrix)
     assert packed.shape == (*groups, size * (size + 1) // 2)
-    assert torch.equal(files.symmetric(packed), matrix)
+    assert torch.equal(symmetric(packed), matrix)
 
 
 def test_triangle_holds_the_rows_of_the_lower_half():
     matrix = torch.tensor([[1.0, 2, 4], [2, 3, 5], [4, 5, 6]])
-    assert files.triangle(matrix).tolist() == [1, 2, 3, 4, 5, 6]
+    assert triangle(matrix).tolist() == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_sizes_of_triangles_are_exact(size):
-    assert files.symmetric(torch.zeros(size * (size + 1) // 2)).shape == (size, size)
+    assert symmetric(torch.zeros(size * (size + 1) // 2)).shape == (size, size)
 
 
-@given(size=st.integers(1, 20), rank=st.integers(0, 20), seed=st.integers(0, 9))
+@given(
+    size=st.integers(1, 60), rank=st.integers(0, 60), scale=st.sampled_from([1e-18, 1.0, 1e12]), seed=st.integers(0, 9)
+)
 @settings(max_examples=40, deadline=None)
-def test_lower_root_is_triangular_and_gives_the_matrix(size, rank, seed):
-    root = torch.randn(2, size, rank, generator=torch.Generator().manual_seed(seed))
+def test_correlations_stay_positive_and_keep_to_their_bound(size, rank, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    root = torch.randn(3, size, rank, generator=generator) * torch.rand(3, size, 1, generator=generator).exp2() ** 9
     root[0, 0] = 0
-    matrix = root @ root.mT
-    lower = files.lower_root(matrix)
-    assert torch.equal(lower, lower.tril())
-    torch.testing.assert_close(lower @ lower.mT, matrix, atol=1e-5 * float(matrix.abs().max()) + 1e-30, rtol=0)
+    root[2] = root[2, :1]  # all rows alike: rank one, its correlations are 1 and not rounded
+    matrix = (root @ root.mT) * scale
+    matrix = (matrix + matrix.mT) / 2
+    packed, diagonal = files.correlations(matrix)
+    assert (packed.dtype, diagonal.dtype) == (torch.int16, torch.float32)
+    found = files.from_correlations(packed, diagonal)
+    assert torch.equal(found, found.mT)
+    assert torch.equal(found.diagonal(dim1=1, dim2=2), matrix.diagonal(dim1=1, dim2=2))
+    sizes = matrix.diagonal(dim1=1, dim2=2).double().sqrt()
+    units = torch.where(sizes > 0, 1 / sizes, 0.0)
+    assert float(torch.linalg.eigvalsh(found.double() * units[:, :, None] * units[:, None, :]).min()) > -1e-6
+    shrunk = (1.17 * size**0.5 + 1) / 32767
+    bound = (shrunk + 2**-16 + 1e-6) * sizes[:, :, None] * sizes[:, None, :]
+    assert bool(((found.double() - matrix.double()).abs() <= bound).all())
 
 
-def test_lower_root_of_an_indefinite_matrix_is_that_of_its_positive_part():
-    vectors = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64)).Q
-    values = torch.tensor([-0.1, 0.0, 0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
-    lower = files.lower_root(vectors * values @ vectors.mT)
-    assert torch.equal(lower, lower.tril())
-    torch.testing.assert_close(lower @ lower.mT, vectors * values.clamp(min=0) @ vectors.mT)
+def test_correlations_that_are_rounded_alike_are_shrunk_more():
+    """Errors of one sign add up: what serves random ones would leave a negative eigenvalue."""
+    matrix = torch.full((1, 300, 300), -1 / 299)  # 109.6 steps, which are rounded to 110; singular along ones
+    matrix.diagonal(dim1=1, dim2=2).fill_(1.0)
+    assert float(torch.linalg.eigvalsh((matrix[0] * 32746).round().fill_diagonal_(32767).double()).min()) < -1
+    found = files.from_correlations(*files.correlations(matrix))
+    assert float(torch.linalg.eigvalsh(found.double()).min()) >= 0
+    assert float((found - matrix).abs().max()) < 300 / 32767 / 299
+
+
+@pytest.mark.parametrize("kind", ["random", "one", "alike", "zero"])
+def test_the_norm_bound_is_one_and_not_far_above(kind):
+    generator = torch.Generator().manual_seed(3)
+    random = torch.randn(2, 300, 300, generator=generator)
+    vector = torch.randn(2, 300, 1, generator=generator)
+    made = {"random": random + random.mT, "one": vector @ vector.mT, "alike": torch.ones(2, 300, 300)}
+    matrix = made.get(kind, torch.zeros(2, 300, 300))
+    norm = torch.linalg.matrix_norm(matrix, 2)
+    bound = files.norm_bound(matrix)
+    assert bool((bound >= norm).all())
+    assert bool((bound <= 2.1 * norm + 1e-30).all())
 
 
 def test_write_and_read_round_trip(written):

@@ -21,7 +21,7 @@ def bytes_of(memory):
 @pytest.mark.parametrize("net", ["mlp", "conv"])
 def test_a_memory_of_fifty_tasks_is_as_large_as_that_of_one(net, tmp_path):
     model, first, second = make(net)
-    memory = xkfac.consolidate(model, first[:1], draws=1)
+    memory = xkfac.consolidate(model, first[:1], "xkfac", draws=1)
     size = bytes_of(memory)
     memory.save(tmp_path / "one")
     for _ in range(49):

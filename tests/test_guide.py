@@ -69,8 +69,8 @@ def test_the_likelihood_beside_a_loss_has_its_curvature(loss, likelihood, kind):
 def test_a_mean_over_labels_divides_the_curvature_by_their_number(tmp_path):
     net = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, K))
     data = [torch.randn(6, 5) for _ in range(2)]
-    sums = xkfac.consolidate(net, data, likelihood="bernoulli", draws=3)
-    means = xkfac.consolidate(net, data, likelihood=xkfac.Bernoulli(mean=True), draws=3)
+    sums = xkfac.consolidate(net, data, "xkfac", likelihood="bernoulli", draws=3)
+    means = xkfac.consolidate(net, data, "xkfac", likelihood=xkfac.Bernoulli(mean=True), draws=3)
     v = {name: torch.randn_like(anchor) for name, anchor in sums.anchor.items()}
     torch.testing.assert_close(means.curvature.quadratic(v), sums.curvature.quadratic(v) / K)
     for memory, mean in ((sums, False), (means, True)):

@@ -5,7 +5,9 @@ import sys
 
 WHOLE_USE = """
 import sys, warnings
-for name in ("numpy", "scipy", "sklearn", "matplotlib", "torchvision", "timm", "tqdm"):
+others = ("numpy", "scipy", "sklearn", "matplotlib", "torchvision", "timm", "tqdm")
+frameworks = ("lightning", "pytorch_lightning", "transformers", "accelerate", "avalanche", "laplace", "curvlinops")
+for name in others + frameworks:
     sys.modules[name] = None  # as if it were not installed
 warnings.filterwarnings("ignore")
 import torch, xkfac
@@ -22,6 +24,7 @@ learner.begin(data)
 net.train()
 learner.objective(net(data[0]).square().mean()).backward()
 print(learner.finish(data).tasks)
+assert not [name for name in sys.modules if name.startswith("xkfac.integrations")]
 """
 
 

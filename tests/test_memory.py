@@ -153,7 +153,7 @@ def test_extend_anchors_at_the_network_and_counts():
 
 def test_units_of_one_side_alone_count_zero_on_the_other():
     net, first, second = make("mlp", dtype=torch.float64)
-    without_head = xkfac.consolidate(net, first, exclude="6")
+    without_head = xkfac.consolidate(net, first, "xkfac", exclude="6")
     without_start = xkfac.estimate(net, second, exclude=["0", "1"])
     extended = without_head.extend(net, without_start, weights=(OWN, OTHERS))
     assert {unit.name for unit in extended.units} == set(extended.anchor) == {"0", "3", "6"}
@@ -186,7 +186,7 @@ def test_extend_refuses_units_of_another_shape_or_make():
         xkfac.MismatchError, match="unit '0' is without a BN behind it now and was merged with '1' in the memory"
     ):
         memory.extend(net, xkfac.estimate(net, second, merge=False), weights=(OWN, OTHERS))
-    lone = xkfac.consolidate(net, first, exclude="0")
+    lone = xkfac.consolidate(net, first, "xkfac", exclude="0")
     with pytest.raises(xkfac.MismatchError, match="unit '1' of the memory is part of unit '0' now; exclude the same"):
         lone.extend(net, xkfac.estimate(net, second), weights=(OWN, OTHERS))
 

@@ -191,4 +191,4 @@ def test_consolidate_refuses_before_it_looks_at_the_data():
     with pytest.raises(XkfacError, match="did you mean 'xkfac'"):
         xkfac.consolidate(None, None, "xkfak")
     with pytest.raises(XkfacError, match="did you mean 'form'"):
-        xkfac.consolidate(None, None, forms="mean")
+        xkfac.consolidate(None, None, "xkfac", forms="mean")

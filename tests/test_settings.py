@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xkfac
 from tests.helpers.setups import Everything, data, randomise, target
 from xkfac.curvature.input_moments import Deviations
+from xkfac.curvature.moments import GROUPINGS
 from xkfac.curvature.patches import Patches
 from xkfac.model.tracing import Convolution
 from xkfac.model.units import Unit
@@ -63,7 +64,7 @@ def settings():
 def whole_task():
     """Consolidate, calibrate, learn a target and finish, with convolutions, linear layers and lone BN."""
     model = randomise(Everything())
-    memory = xkfac.consolidate(model, images())
+    memory = xkfac.consolidate(model, images(), "xkfac")
     memory = xkfac.calibrate(model, memory, images(), rounds=1, steps=2)
     learner = xkfac.Learner(model, memory)
     learner.begin(images(target))
@@ -108,7 +109,7 @@ class Coarse(TorchDispatchMode):
 def test_the_move_of_the_origin_is_not_rounded_at_a_coarse_precision():
     # Patches of 0 and 1 are exact in bfloat16, their mean 1/3 is not.
     unit = Unit("conv", "conv", (1, 1, 4), convolution=Convolution((1, 1), (2, 2), ((0, 0), (0, 0)), (1, 1)))
-    deviations = Deviations(Patches(unit), centred=True)
+    deviations = Deviations("unit", Patches(unit), GROUPINGS["paper"])
     with Coarse():
         deviations.add(torch.zeros(1, 4, 5, 5))
         deviations.add(torch.stack([torch.ones(4, 5, 5), torch.zeros(4, 5, 5)]))

@@ -69,13 +69,13 @@ def state(model):
 @pytest.mark.parametrize("call", ["consolidate", "find_units", "recentre", "begin", "calibrate"])
 def test_a_second_thread_is_refused(held, call, part):
     model = mlp().train()
-    memory = xkfac.consolidate(model, data(), draws=1)
+    memory = xkfac.consolidate(model, data(), "xkfac", draws=1)
     learner = xkfac.Learner(model, memory)
     shares = model if part == "whole" else nn.Sequential(*model)  # another model of the same layers
     before = state(model)
     end = held(model)
     work = {
-        "consolidate": lambda: xkfac.consolidate(shares, data()),
+        "consolidate": lambda: xkfac.consolidate(shares, data(), "xkfac"),
         "find_units": lambda: xkfac.find_units(shares, data()[0]),
         "recentre": lambda: recentre(shares, target()),
         "begin": lambda: learner.begin(target()),
@@ -87,7 +87,7 @@ def test_a_second_thread_is_refused(held, call, part):
     found = end()
     learner.close()
     assert state(model) == before
-    expected = xkfac.consolidate(model, data(2), draws=1)  # and now nobody is inside
+    expected = xkfac.consolidate(model, data(2), "xkfac", draws=1)  # and now nobody is inside
     for (_, one), (_, other) in zip(found.curvature.tensors(), expected.curvature.tensors(), strict=True):
         assert torch.equal(one, other)
 
@@ -103,9 +103,9 @@ def test_a_thread_may_enter_again():
 def test_a_failed_pass_lets_others_in():
     model = mlp()
     with pytest.raises(xkfac.XkfacError):
-        xkfac.consolidate(model, [])
+        xkfac.consolidate(model, [], "xkfac")
     assert not passes._changing
-    thread = threading.Thread(target=lambda: xkfac.consolidate(model, data(1), draws=1))
+    thread = threading.Thread(target=lambda: xkfac.consolidate(model, data(1), "xkfac", draws=1))
     thread.start()
     thread.join(30)
     assert not passes._changing

@@ -54,7 +54,7 @@ def later(case: Case, memory: xkfac.Memory, data: Batches, tasks: int) -> xkfac.
 def point(what: str, value: int, case: Case, turns: int, tasks: int = 1, draws: int = 1) -> Point:
     """Measure one setting."""
     data = Batches((case.inputs, case.labels), PASS)
-    memory = later(case, xkfac.consolidate(case.net, data, draws=draws), data, tasks)
+    memory = later(case, xkfac.consolidate(case.net, data, "xkfac", draws=draws), data, tasks)
     own = copy.deepcopy(case.net)  # plain passes move the running statistics away from the anchor
     plain = partial(plain_pass, case)
     passing, seconds = in_turns({"": partial(xkfac.consolidate, case.net, data, draws=draws)}, plain, turns)

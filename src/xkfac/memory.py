@@ -92,7 +92,7 @@ class Memory:
         """Return the memory of one task more: H <- ls * H + lt * H_t for weights (ls, lt), anchored at `model`.
 
         Two terms become one Kronecker product that has the trace of their weighted sum (see
-        `xkfac.averaging`), or with `keep_all` all terms are kept; a unit of one side alone counts zero on the other.
+        `curvature.averaging`), or with `keep_all` all are kept; a unit of one side alone counts zero on the other.
 
         Raises MismatchError when a unit was found in another shape, or made of other parts, than before.
         """
@@ -125,8 +125,8 @@ class Memory:
         """Write the memory to a safetensors file, atomically, its curvature in `storage_dtype`.
 
         That is float32, bfloat16 or float64, by default the curvature's own. The anchor is kept in float32 at least:
-        rounded, it would pull the weights away from where they are. In bfloat16 the Kronecker factors are stored by
-        their Cholesky roots, which stay positive semi-definite when rounded.
+        rounded, it would pull the weights away from where they are. With bfloat16 the Kronecker factors are stored
+        as correlations of 16 bits, shrunk by what keeps them positive semi-definite (see `files.correlations`).
 
         Raises MemoryFileError when the file cannot be written, XkfacError for numbers that are not finite in it.
         """
@@ -141,7 +141,7 @@ class Memory:
                 raise XkfacError(
                     f"numbers of unit '{unit}' are not finite in {dtype}; make the memory again, or save it in float64"
                 )
-        storage.write(path, {**self._description(), "roots": dtype is torch.bfloat16}, self._stored(dtype))
+        storage.write(path, {**self._description(), "roots": False}, self._stored(dtype))
 
     def _stored(self, dtype: torch.dtype) -> dict[str, Tensor]:
         exact = torch.promote_types(dtype, torch.float32)
@@ -225,7 +225,7 @@ def _laid_out(tensor: Tensor) -> Tensor:
 def consolidate(
     model: nn.Module,
     loader: Iterable[Any],
-    method: str | Method = "xkfac",
+    method: str | Method = "fixed-bn",
     *,
     likelihood: str | Likelihood = "categorical",
     exclude: Iterable[str] = (),
@@ -239,7 +239,8 @@ def consolidate(
 ) -> Memory:
     """Make the memory of the task that `model` has just learnt, while its data is there.
 
-    `method` is one of `METHODS`, or a `Method`. `options` change fields of it and of its `Settings`, such as
+    `method` is one of `METHODS`, or a `Method`: by default `fixed-bn`, which keeps BN as it is and protects every layer
+    with its BN by hierarchical Kronecker factors; `paper` is XK-FAC as the paper has it. `options` change fields of it and of its `Settings`, such as
     `form="paper"`; one that would have no effect is refused. The other arguments are those of `estimate`. The model is
     left as it was, bit by bit.
     """
@@ -270,9 +271,7 @@ def estimate_for(method: Method, model: nn.Module, loader: Iterable[Any], **opti
         rows = tuple(Row(name, "-", "unprotected", parameter.numel()) for name, parameter in named)
         return Estimate(Curvature({}), Coverage((), rows), 0)
     options["exclude"] = excluded_by(method, model, options.get("exclude") or ())
-    return estimate(
-        model, loader, **asdict(method.settings), merge=method.merge, per_parameter=method.per_parameter, **options
-    )
+    return estimate(model, loader, method.settings, merge=method.merge, per_parameter=method.per_parameter, **options)
 
 
 def excluded_by(method: Method, model: nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:

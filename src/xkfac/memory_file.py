@@ -27,6 +27,7 @@ from xkfac.curvature.blocks import (
     parts,
     symmetrised,
 )
+from xkfac.curvature.gram import size_of, symmetric, triangle
 from xkfac.curvature.operator import Curvature, Settings
 from xkfac.errors import XkfacError
 from xkfac.methods import Method
@@ -39,6 +40,7 @@ BLOCKS: dict[str, type[Block]] = {"kronecker": Kronecker, "diagonal": Diagonal, 
 STORED = (torch.float32, torch.bfloat16, torch.float64)
 
 _GONE = [("basis", "gradients"), ("rounded", False)]
+_DIAGONAL = ".diagonal"  # in a name: the diagonal that goes with correlations
 _ROUGHLY = 1e-2  # of the largest number: what rounding, to bfloat16 too, may do to a factor
 
 Shape = tuple[int, int, int]
@@ -46,12 +48,16 @@ Check = Callable[[Any], bool]
 
 
 def packed(prefix: str, block: Block | KhatriRao, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a block's tensors for a file: factors of Kronecker products as triangles, in bfloat16 of their roots."""
+    """Return a block's tensors for a file: factors of Kronecker products as triangles, for bfloat16 as correlations."""
     found = {}
     for part, tensor in parts(block).items():
-        if _is_factor(type(block), part):
-            tensor = storage.triangle(storage.lower_root(tensor) if dtype is torch.bfloat16 else tensor)
-        found[f"{prefix}/{part}"] = tensor.to(dtype)
+        name = f"{prefix}/{part}"
+        if not _is_factor(type(block), part):
+            found[name] = tensor.to(dtype)
+        elif dtype is torch.bfloat16:
+            found[name], found[name + _DIAGONAL] = storage.correlations(tensor)
+        else:
+            found[name] = triangle(tensor).to(dtype)
     return found
 
 
@@ -213,9 +219,8 @@ def _calibration(entry: Any) -> Calibration:
     checks: dict[str, Check] = {"scale": _is_number, "radius": _is_number, "examples": _is_whole}
     given = _checked(entry, "the calibration", Calibration, checks)
     for point in _listed(given["curve"], "points of the calibration"):
-        numbers = _checked(
-            point, "a point of the calibration", CurvePoint, dict.fromkeys(("predicted", "real"), _is_number)
-        )
+        of_point = dict.fromkeys(("predicted", "real"), _is_number)
+        numbers = _checked(point, "a point of the calibration", CurvePoint, of_point)
         _need(numbers["predicted"] >= 0, "a point of the calibration has a negative penalty")
     return Calibration.read(entry)
 
@@ -226,10 +231,8 @@ def _likelihood(entry: Any) -> Likelihood:
     _need(_is_text(name), "its likelihood has no name")
     if arguments is None:
         return _Unknown(name)
-    _need(
-        isinstance(arguments, dict) and all(map(_is_number, arguments.values())), "arguments of its likelihood are none"
-    )
-    _need(all(map(math.isfinite, arguments.values())), "arguments of its likelihood are not finite")
+    numbers = isinstance(arguments, dict) and all(map(_is_number, arguments.values()))
+    _need(numbers and all(map(math.isfinite, arguments.values())), "arguments of its likelihood are no finite numbers")
     return LIKELIHOODS[name](**arguments)
 
 
@@ -239,7 +242,7 @@ def _tensors(
     """Return the anchor and the curvature of a file, every unit having both, and every tensor a unit."""
     left = dict(tensors)
     anchor = {unit.name: left.pop(f"anchor/{unit.name}") for unit in units}
-    _check_dtypes(anchor.values(), left.values(), description["roots"])
+    _check_dtypes(anchor.values(), left, description["roots"])
     shapes = {unit.name: unit.shape for unit in units}
     kinds, entry = description["blocks"], description["joint"]
     _need(isinstance(kinds, dict), "its blocks are no table")
@@ -261,12 +264,14 @@ def _tensors(
     return anchor, Curvature(blocks, joint, members)
 
 
-def _check_dtypes(anchor: Iterable[Tensor], curvature: Iterable[Tensor], roots: bool) -> None:
+def _check_dtypes(anchor: Iterable[Tensor], curvature: Mapping[str, Tensor], roots: bool) -> None:
     """Raise ValueError unless all is of the dtypes that `Memory.save` writes together."""
-    found = {tensor.dtype for tensor in curvature}
+    found = {tensor.dtype for name, tensor in curvature.items() if not name.endswith(_DIAGONAL)}
+    if torch.int16 in found and not roots:  # correlations, beside which all else is bfloat16
+        found = found - {torch.int16} | {torch.bfloat16}
     for dtype in found:
         _need(len(found) == 1 and dtype in STORED, "its curvature is of several dtypes, or of one that none has")
-        _need(roots == (dtype is torch.bfloat16), "'roots' does not go with the dtype of its curvature")
+        _need(not roots or dtype is torch.bfloat16, "'roots' does not go with the dtype of its curvature")
         exact = torch.promote_types(dtype, torch.float32)
         _need(all(tensor.dtype is exact for tensor in anchor), "its anchor is of another dtype than its curvature")
 
@@ -314,34 +319,40 @@ def _factors(what: str, shape: Shape, parts: Mapping[str, Tensor], roots: bool) 
     """Return the factors of Kronecker products by name, their number, sizes and signs checked."""
     groups, rows, columns = shape
     sides: tuple[list[Tensor], list[Tensor]] = [], []
-    found = {}
-    for term in range(max(len(parts) // 2, 1)):
+    found: dict[str, Tensor] = {}
+    matrices = [part for part in parts if not part.endswith(_DIAGONAL)]
+    for term in range(max(len(matrices) // 2, 1)):
         left = "root" if f"root.{term}" in parts else "left"
         for side, kind, size in zip(sides, (left, "right"), (columns, rows), strict=True):
             part = f"{kind}.{term}"
-            tensor = _wide(parts[part])
-            wanted: tuple[int, ...] = (groups, size * (size + 1) // 2)
-            if kind == "root":
-                wanted = (groups, tensor.shape[1], size)
-            _need(tuple(tensor.shape) == wanted and tensor.shape[1] > 0, f"{what} are of another size than their units")
-            found[part] = tensor if kind == "root" else _symmetric(tensor, roots)
+            one, root = parts[part], kind == "root"
+            wanted = (groups, one.shape[1], size) if root else (groups, size * (size + 1) // 2)
+            _need(tuple(one.shape) == wanted and wanted[1] > 0, f"{what} are of another size than their units")
+            found[part] = _wide(one) if root else _symmetric(what, part, parts, roots)
             side.append(found[part])
-    _need(len(found) == len(parts), f"{what} have a part too many")
+    read = len(found) + sum(parts[part].dtype is torch.int16 for part in found)
+    _need(read == len(parts), f"{what} have a part too many")
     for side in sides:
         _need(_are_positive(side), f"{what} are not positive semi-definite")
     return found
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    _need(tensor.is_floating_point(), "its curvature has whole numbers where there are none")
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _symmetric(triangle: Tensor, roots: bool) -> Tensor:
-    matrix = storage.symmetric(triangle)
-    if not roots:
-        return matrix
-    root = matrix.tril()
-    return symmetrised(root @ root.mT)
+def _symmetric(what: str, part: str, parts: Mapping[str, Tensor], roots: bool) -> Tensor:
+    """Return a factor from its triangle: of itself, of its correlations, or of its root as in older files."""
+    packed = parts[part]
+    if packed.dtype is torch.int16:
+        diagonal = parts[part + _DIAGONAL]
+        fits = diagonal.dtype is torch.float32 and tuple(diagonal.shape) == (len(packed), size_of(packed))
+        _need(fits and not bool((diagonal < 0).any()), f"{what} have a diagonal that is none")
+        return storage.from_correlations(packed, diagonal)
+    _need(roots or packed.dtype is not torch.bfloat16, f"{what} are rounded, so that they may not be positive")
+    matrix = symmetric(_wide(packed))
+    return symmetrised(matrix.tril() @ matrix.tril().mT) if roots else matrix
 
 
 def _are_positive(factors: Sequence[Tensor]) -> bool:
@@ -381,20 +392,8 @@ class _Unknown(Likelihood):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def _refuse(self) -> NoReturn:
-        raise XkfacError(
-            f"the memory was made with the likelihood '{self.name}', which its file cannot hold; "
-            "pass likelihood=... again"
-        )
+    def _refuse(self, *_: Any) -> NoReturn:
+        likelihood = f"the memory was made with the likelihood '{self.name}'"
+        raise XkfacError(f"{likelihood}, which its file cannot hold; pass likelihood=... again")
 
-    def predictions(self, output: Tensor) -> int:
-        self._refuse()
-
-    def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        self._refuse()
-
-    def nll(self, output: Tensor, labels: Tensor) -> Tensor:
-        self._refuse()
-
-    def root(self, output: Tensor) -> Iterator[Tensor]:
-        self._refuse()
+    predictions = sample = nll = root = _refuse  # type: ignore[assignment]

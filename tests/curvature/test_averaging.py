@@ -392,7 +392,7 @@ def test_units_without_a_bias_average_their_means_too():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(12, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False)).double()
     data = [[(torch.rand(8, 12).double() * size, torch.randint(0, 3, (8,))) for _ in range(3)] for size in (1, 20)]
-    memory = xkfac.consolidate(net, data[0])
+    memory = xkfac.consolidate(net, data[0], "xkfac")
     assert memory.curvature.blocks["0"].terms[-1].low_rank
     ratios = trace_ratios(net, memory, data[1])
     assert ratios == pytest.approx({"0": 1.0, "2": 1.0}, rel=1e-9)
@@ -402,7 +402,7 @@ def test_a_target_of_another_number_of_positions_has_dense_means():
     """Two roots of different size have no common root; their products are averaged as matrices."""
     net = ConvNet().double()
     batches = [[(torch.randn(8, 2, s, s).double(), torch.randint(0, 3, (8,))) for _ in range(2)] for s in (3, 4)]
-    memory = xkfac.consolidate(net, batches[0], grouping="pooled")
+    memory = xkfac.consolidate(net, batches[0], "xkfac", grouping="pooled")
     assert memory.curvature.blocks["first"].terms[-1].low_rank
     ratios = trace_ratios(net, memory, batches[1])
     assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=1e-9)

@@ -56,18 +56,19 @@ def test_settled_deviations_are_the_covariance_by_location(layer):
     images = [torch.randn(size, *shape).double() + shift for size, shift in ((2, 40), (5, 1), (3, 2))]
     (unit,) = find_units(net, images[0]).units
     patches = Patches(unit)
-    taken = Deviations(patches, centred=True)
+    taken = Deviations("unit", patches, GROUPINGS["paper"])
     for image in images:
         taken.add(patches.image(image, image.dtype))
     x = torch.cat([unit_inputs(unit, image, image.dtype) for image in images], 1)
     first = x[:, :2].mean(1, keepdim=True)
-    torch.testing.assert_close(taken.origin(), first)
-    torch.testing.assert_close(taken.drift(), (x - first).sum(1, keepdim=True))
+    (of,) = taken._of.values()
+    torch.testing.assert_close(patches.unrolled(of.origin), first)
+    torch.testing.assert_close(taken.root(10), x.mean(1))
     torch.testing.assert_close(taken.sum(), torch.einsum("gnsi,gnsj->gij", x - first, x - first))
     for _ in range(2):  # the second time there is nowhere to move
         taken.settle(10)
         mean = x.mean(1, keepdim=True)
-        torch.testing.assert_close(taken.origin(), mean)
+        torch.testing.assert_close(taken.root(10), mean[:, 0])
         torch.testing.assert_close(taken.sum(0.1), torch.einsum("gnsi,gnsj->gij", x - mean, x - mean) / 10)
         assert torch.equal(taken.sum(), taken.sum().mT)
 
@@ -79,8 +80,9 @@ def test_kfac_of_a_layer_with_one_position_in_some_batches_and_several_in_others
     inputs = [torch.randn(3, positions, 5).double() + 1 for positions in order]
     (unit,) = find_units(net, inputs[0]).units
     moments, patches, expected = Moments("unit", KFAC, "paper"), Patches(unit), 0
+    take = moments.images(patches)
     for input in inputs:
-        moments.add_images(patches.image(input, input.dtype), patches)
+        take(patches.image(input, input.dtype))
         x = unit_inputs(unit, input, input.dtype)
         expected = expected + torch.einsum("gnsi,gnsj->gij", x, x)
     examples = 3 * len(order)
@@ -93,10 +95,12 @@ def test_a_mean_by_location_is_kept_of_the_image_alone():
     image = torch.randn(4, 16, 20, 20)
     (unit,) = find_units(net, image).units
     moments, patches = Moments("unit", GROUPINGS["paper"], "mean"), Patches(unit)
+    take = moments.images(patches)
     for _ in range(2):
-        moments.add_images(image, patches)
-    held = [value for value in vars(moments._deviations).values() if isinstance(value, torch.Tensor)]
-    assert [tuple(tensor.shape) for tensor in held] == [(1, 16, 20, 20)]
+        take(image)
+    (of,) = moments._deviations._of.values()
+    held = [value for value in vars(of).values() if isinstance(value, torch.Tensor)]
+    assert [tuple(tensor.shape) for tensor in held] == [(1, 16, 20, 20), (), (1, 16, 20, 20)]
 
 
 @pytest.fixture
@@ -115,10 +119,10 @@ def test_rounded_images_are_taken_from_their_mean_where_it_is_far(shift, from_ze
     images = [(torch.randn(40, 16, 6, 6) + shift).to(memory_format=layout) for _ in range(3)]
     (unit,) = find_units(net, images[0]).units
     patches = Patches(unit)
-    taken = Deviations(patches, centred=True)
+    taken = Deviations("unit", patches, GROUPINGS["paper"])
     for image in images:
         taken.add(image)
-    assert taken._from_zero == from_zero
+    assert taken._of[torch.Size([6, 6])].from_zero == from_zero
     assert taken._gram._of[torch.Size([6, 6])].like.dtype == torch.bfloat16
     taken.settle(120)
     x = patches.unrolled(torch.cat(images).double())[0]
@@ -126,6 +130,26 @@ def test_rounded_images_are_taken_from_their_mean_where_it_is_far(shift, from_ze
     wanted = torch.einsum("nsd,nse->de", x - mean, x - mean)
     found = taken.sum()[0].double()
     assert (found - wanted).norm() < 3e-3 * wanted.norm()
-    torch.testing.assert_close(taken.origin()[0].double(), mean, rtol=3e-3, atol=3e-3)
+    torch.testing.assert_close(taken.root(120)[0].double(), mean[0], rtol=3e-3, atol=3e-3)
     values = torch.linalg.eigvalsh(found)
     assert values.min() > -1e-5 * values.max()
+
+
+@pytest.mark.parametrize("shift", [0.0, 300.0])
+@pytest.mark.parametrize("grouping", ["pooled", "hierarchical"])
+def test_rounded_images_within_and_between_examples(grouping, shift, rounding_images):
+    """Means over positions are of the images as they were rounded, so that what they leave is positive."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(16, 2, 3, padding=1, bias=False))
+    images = [torch.randn(40, 16, 4, 4) + 3 * torch.randn(40, 16, 1, 1) + shift for _ in range(3)]
+    (unit,) = find_units(net, images[0]).units
+    patches, levels = Patches(unit), GROUPINGS[grouping]
+    taken, exact = Deviations("unit", patches, levels), Moments("unit", levels, "mean")
+    for image in images:
+        taken.add(image)
+        exact.add_inputs(patches.unrolled(image.double()))
+    root = taken.root(120)
+    for found, wanted in zip([*taken.factors(120), root.mT @ root], exact.terms(2, 120), strict=True):
+        assert (found.double() - wanted.dense_left).norm() < 6e-3 * wanted.dense_left.norm()
+        values = torch.linalg.eigvalsh(found.double())
+        assert values.min() > -1e-5 * values.max()

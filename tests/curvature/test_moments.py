@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests import oracles
-from xkfac.curvature.moments import GROUPINGS, KFAC, Moments, batch_gradient, unit_gradients, unit_inputs
+from xkfac.curvature.moments import GROUPINGS, KFAC, Draw, Moments, batch_gradient, unit_gradients, unit_inputs
 from xkfac.curvature.patches import Patches
 from xkfac.errors import UnitError
 from xkfac.model.units import find_units
@@ -173,10 +173,11 @@ def of_images(net, images, levels, form):
     """Return the terms of a net's first unit from its images, and from their patches written out."""
     (unit, *_) = find_units(net, images[0]).units
     ours, theirs, patches = Moments("unit", levels, form), Moments("unit", levels, form), Patches(unit)
+    take = ours.images(patches)
     for image in images:
         x = unit_inputs(unit, image, image.dtype)
         g = torch.randn(*x.shape[:3], unit.shape[1]).double()
-        ours.add_images(patches.image(image, image.dtype), patches)
+        take(patches.image(image, image.dtype))
         theirs.add_inputs(x)
         for moments in (ours, theirs):
             moments.add_gradients(g)
@@ -244,8 +245,9 @@ def test_deviations_of_images_are_exact_far_from_the_origin():
     for levels in GROUPINGS.values():
         (unit,) = find_units(net, images[0]).units
         moments, exact, patches = Moments("a", levels, "mean"), Moments("b", levels, "mean"), Patches(unit)
+        take = moments.images(patches)
         for image in images:
-            moments.add_images(image, patches)
+            take(image)
             exact.add_inputs(unit_inputs(unit, image.double(), torch.double))
         ours, theirs = moments.terms(2, 16)[0].left.double(), exact.terms(2, 16)[0].left
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-4 * float(theirs.abs().max()))
@@ -260,8 +262,75 @@ def test_gradients_of_one_position_that_are_held_count_as_if_each_pass_were_take
     passes = [(torch.randn(1, size, 1, 3).double(), weight) for size, weight in sizes]
     moments = Moments("unit", levels, "mean")
     for g, weight in passes:
-        moments.add_gradients(g, weight)
+        moments.add_gradients(g, Draw(weight))
     for level, found in zip(levels, moments._gradient_factors(), strict=True):
         sums = [(g.sum(level, keepdim=True) if level else g, weight) for g, weight in passes]
         expected = sum(weight * torch.einsum("gnsi,gnsj->gij", g, g) for g, weight in sums)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("positions", "draws"), [(1, 3), (4, 8), (5, 3), (9, 2), (3, 7)])
+@pytest.mark.parametrize("form", ["paper", "mean"])
+@pytest.mark.parametrize("levels", [KFAC, *GROUPINGS.values()])
+def test_draws_share_the_positions_of_the_finest_level(levels, form, positions, draws):
+    """Where all draws are alike, their shares make up the whole; the coarser levels have all of every draw."""
+    torch.manual_seed(0)
+    g = [torch.randn(2, 6, positions, 3).double() for _ in range(draws)]
+    same, one, each, every = (Moments("unit", levels, form) for _ in range(4))
+    for place in range(draws):
+        same.add_gradients(g[0], Draw(1 / draws, place, draws))
+        each.add_gradients(g[place], Draw(1 / draws, place, draws))
+        every.add_gradients(g[place], Draw(1 / draws))
+    one.add_gradients(g[0])
+    for found, wanted in zip(same._gradient_factors(), one._gradient_factors(), strict=True):
+        torch.testing.assert_close(found, wanted)
+    for found, wanted in list(zip(each._gradient_factors(), every._gradient_factors(), strict=True))[1:]:
+        torch.testing.assert_close(found, wanted)
+
+
+def test_draws_take_every_position_once_or_as_often_as_there_are_draws_for_it():
+    g = torch.arange(5.0).view(1, 1, 5, 1)
+    taken = [Draw(1 / 3, place, 3).share_of(g) for place in range(3)]
+    assert [(part.flatten().tolist(), counted) for part, counted in taken] == [([0, 3], 3), ([1, 4], 3), ([2], 3)]
+    taken = [Draw(1 / 7, place, 7).share_of(g) for place in range(7)]
+    assert [part.item() for part, _ in taken] == [0, 1, 2, 3, 4, 0, 1]
+    assert [counted for _, counted in taken] == [3.5, 3.5, 7, 7, 7, 3.5, 3.5]
+
+
+@pytest.mark.parametrize("form", ["mean", "paper"])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_without_coupling_examples_and_batches_have_one_gradient_factor(form, positions):
+    """Written out: deviations within an example with g_ns, means of an example with sum_s g_ns, from all examples."""
+    x, g = data(positions=positions)
+    moments = Moments("unit", GROUPINGS["hierarchical"], form, coupled=False)
+    for a, b in zip(x, g, strict=True):
+        moments.add_inputs(a)
+        moments.add_gradients(b)
+    terms = moments.terms(ROWS, 3 * SIZE)
+    everything, gradients = torch.cat(x, 1), torch.cat(g, 1)
+    means = everything.mean(2)
+    torch.testing.assert_close(terms[-1].left, outer_mean(means.unbind(1)) * positions)
+    if form == "mean":
+        torch.testing.assert_close(terms[-1].right, outer_mean(gradients.sum(2).unbind(1)) / positions)
+    if positions == 1:
+        assert len(terms) == 1
+        return
+    inside = everything - means[:, :, None]
+    torch.testing.assert_close(terms[0].left, outer_mean(inside.flatten(1, 2).unbind(1)) * positions)
+
+
+def test_without_coupling_the_terms_that_are_left_are_the_three_of_exact_labels():
+    """One example per backward pass, as with exact labels: sums over a batch are those over an example."""
+    x, g = data(batches=6, size=1)
+    three = collect(x, g, GROUPINGS["hierarchical"], "mean")
+    moments = Moments("unit", GROUPINGS["hierarchical"], "mean", coupled=False)
+    for a, b in zip(x, g, strict=True):
+        moments.add_inputs(a)
+        moments.add_gradients(b)
+    two = moments.terms(ROWS, 6)
+    assert (len(three), len(two)) == (3, 2)
+
+    def dense(terms):
+        return sum(torch.einsum("gij,gkl->gikjl", term.dense_left, term.right) for term in terms)
+
+    torch.testing.assert_close(dense(two), dense(three))

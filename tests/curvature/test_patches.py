@@ -85,5 +85,8 @@ def test_patches_averaged_over_positions(rank, kernel, stride, padding, groups, 
     (unit,) = find_units(net, image).units
     patches, x = Patches(unit), unit_inputs(unit, image, image.dtype)
     assert patches.positions(image) == x.shape[2]
-    torch.testing.assert_close(patches.averaged(image), x.mean(2, keepdim=True))
+    for layout in [image, image.movedim(1, -1).contiguous().movedim(-1, 1)]:  # channels first, and last
+        found = patches.averaged(layout)
+        torch.testing.assert_close(found, x.mean(2, keepdim=True)[..., : found.shape[-1]])
+        assert found.shape[-1] == x.shape[-1] - bias
     assert torch.equal(patches.unrolled(image), x)

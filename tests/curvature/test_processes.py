@@ -32,7 +32,7 @@ from tests.helpers.shared_pass import (
 )
 from xkfac.curvature.assemble import Outcome
 from xkfac.curvature.blocks import Corrected, parts
-from xkfac.curvature.processes import Layout, _buffers, folded, shared_out, unfolded
+from xkfac.curvature.processes import Layout, _buffers, shared_out
 
 
 @pytest.fixture(scope="module")
@@ -219,14 +219,6 @@ def test_nothing_but_json_and_tensors_travels():
     coverage = xkfac.find_units(everything(), images(1)[0])
     outcome = Outcome(2, 13, coverage, None)
     assert Outcome.read(json.loads(json.dumps(asdict(outcome)))) == outcome
-
-
-@pytest.mark.parametrize("size", range(1, 8))
-def test_triangles_have_no_gaps(size):
-    matrix = torch.randn(2, size, size)
-    matrix = matrix + matrix.mT
-    assert folded(matrix).shape == (2, size * (size + 1) // 2)
-    assert torch.equal(unfolded(folded(matrix), size), matrix)
 
 
 def test_buffers_are_of_one_dtype_and_bounded(monkeypatch):

@@ -35,13 +35,13 @@ class Beside(nn.Module):
 def test_one_column_is_no_categorical_output(shape):
     net = nn.Sequential(nn.Linear(6, shape[1] * (shape[2] if len(shape) > 2 else 1)), nn.Unflatten(1, shape[1:]))
     with pytest.raises(xkfac.XkfacError) as refused:
-        xkfac.consolidate(net, data())
+        xkfac.consolidate(net, data(), "xkfac")
     assert str(refused.value) == (
         f"the output {shape} has one column, and of a single class there is nothing to learn; use "
         "likelihood='bernoulli' if it is the logit of a yes, 'gaussian' if it is a number"
     )
     for likelihood in ("bernoulli", "gaussian"):
-        memory = xkfac.consolidate(net, data(), likelihood=likelihood)
+        memory = xkfac.consolidate(net, data(), "xkfac", likelihood=likelihood)
         assert memory.curvature.blocks["0"].diagonal().sum() > 0
 
 
@@ -62,13 +62,13 @@ def test_a_unit_of_zero_curvature_is_named_and_marked(method):
 
 def test_a_unit_of_zero_curvature_is_named_where_units_are_joined():
     with pytest.warns(xkfac.XkfacWarning, match="nothing is protected, in 'side_dead.layer'; see"):
-        memory = xkfac.consolidate(dead(), data(), cross_layer=True)
+        memory = xkfac.consolidate(dead(), data(), "xkfac", cross_layer=True)
     assert memory.summary().count("curvature is zero") == 2
 
 
 def test_of_many_units_some_are_named():
     with pytest.warns(xkfac.XkfacWarning, match="'side_h.layer' and 2 more; see"):
-        xkfac.consolidate(dead("abcdefghij"), data())
+        xkfac.consolidate(dead("abcdefghij"), data(), "xkfac")
 
 
 def test_a_parameter_that_is_not_used_is_marked_beside_its_note():
@@ -76,14 +76,14 @@ def test_a_parameter_that_is_not_used_is_marked_beside_its_note():
     net.idle = nn.Parameter(torch.ones(2))
 
     with pytest.warns(xkfac.XkfacWarning, match="in 'idle'; see"):
-        memory = xkfac.consolidate(net, data())
+        memory = xkfac.consolidate(net, data(), "xkfac")
     assert "not seen in the forward pass, curvature is zero" in memory.summary()
 
 
 def test_a_mark_goes_when_a_later_task_has_curvature_there():
     net = dead()
     with pytest.warns(xkfac.XkfacWarning):
-        memory = xkfac.consolidate(net, data())
+        memory = xkfac.consolidate(net, data(), "xkfac")
     with torch.no_grad():
         net.side_dead.layer.bias.zero_()
     with warnings.catch_warnings():
@@ -96,5 +96,5 @@ def test_a_bias_in_front_of_a_norm_is_no_unit_of_zero_curvature():
     net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
     with warnings.catch_warnings():
         warnings.simplefilter("error", xkfac.XkfacWarning)
-        memory = xkfac.consolidate(net, data())
+        memory = xkfac.consolidate(net, data(), "xkfac")
     assert "curvature is zero" not in memory.summary()

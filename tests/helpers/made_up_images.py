@@ -18,7 +18,7 @@ from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.weights import save_source
 from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.run_data import load_materials
+from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.worker import run_job
 from xkfac.learning.calibrator import calibrate
 
@@ -179,7 +179,7 @@ def short_calibrations():
 
 def materials(made, data):
     """What jobs of a recipe are made of, on the CPU."""
-    return load_materials(made, data, torch.device("cpu"))
+    return load_run_data(made, data, torch.device("cpu"))
 
 
 def make_run(path, data, made=None):

@@ -214,7 +214,7 @@ def per_process(rank, ranks, folder):
     parallel.module.bn.running_mean.add_(rank)
     before = copy.deepcopy(parallel.module.state_dict())
     state = torch.get_rng_state()
-    memory = xkfac.consolidate(parallel, mine, draws=2)
+    memory = xkfac.consolidate(parallel, mine, "xkfac", draws=2)
     memory.save(folder / f"memory-{rank}.safetensors")
     changed = {k for k, v in parallel.module.state_dict().items() if not torch.equal(v, before[k])}
     yield "trace", (changed, torch.equal(state, torch.get_rng_state()))

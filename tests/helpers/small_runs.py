@@ -17,8 +17,8 @@ from xkfac import files
 from xkfac.experiments.data.digits import load
 from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.runs.folder import CHECKPOINT, RunFolder
-from xkfac.experiments.runs.job import Sequence
-from xkfac.experiments.runs.tasks import Permuted
+from xkfac.experiments.runs.job import JobRun
+from xkfac.experiments.runs.tasks import PermutedTasks
 
 TEXT = """
 name = "small"
@@ -85,11 +85,11 @@ def parts():
     return load("digits", None, validation=48, train=96)
 
 
-def sequence(folder, line, *, seed=0, data=None, seconds=0.0):
+def job_run(folder, line, *, seed=0, data=None, seconds=0.0):
     """Return a job in a folder that writes a checkpoint whenever it can."""
-    course = Permuted(line, seed, data or parts())
-    floors = dict.fromkeys(course.tasks, 0.1)
-    return Sequence(line, seed, course, folder, checkpoint_seconds=seconds, floors=floors)
+    tasks = PermutedTasks(line, seed, data or parts())
+    floors = dict.fromkeys(tasks.tasks, 0.1)
+    return JobRun(line, seed, tasks, folder, checkpoint_seconds=seconds, floors=floors)
 
 
 def make(path, made=None):
@@ -101,7 +101,7 @@ def finish(run, *names):
     """Learn jobs of a run, one after the other in this process, all that are not done by default."""
     for job in run.jobs():
         if (not names or job.line in names) and not job.result().done:
-            sequence(job, run.recipe.lines[job.line], seed=job.seed).run()
+            job_run(job, run.recipe.lines[job.line], seed=job.seed).run()
     return run
 
 
@@ -233,7 +233,7 @@ def mortal(path, name, at):
     job = RunFolder.open(Path(path)).job(name, 0)
     parts()
     with Disk(path, at, die).faulty():
-        sequence(job, RunFolder.open(Path(path)).recipe.lines[name]).run()
+        job_run(job, RunFolder.open(Path(path)).recipe.lines[name]).run()
 
 
 def learn_and_die(run, name, at):

@@ -17,7 +17,7 @@ from xkfac.integrations.curvlinops import CurvatureLinearOperator
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "curvlinops.md"
 IMAGES = {"shape": (2, 7, 7), "scale": 2.0, "shift": 3.0}
-METHODS = ["xkfac", "kfac", "corrected", "diagonal", "ewc"]
+METHODS = ["fixed-bn", "xkfac", "kfac", "corrected", "diagonal", "ewc"]
 
 
 def dense_jacobian(model, memory, name):
@@ -62,7 +62,7 @@ def test_products_are_those_of_the_dense_curvature(method):
 def test_units_joined_across_layers_are_coupled():
     model = mlp().double()
     batches = [(x.double(), y) for x, y in data()]
-    memory = xkfac.consolidate(model, batches, cross_layer=True, draws=1, accumulation_dtype=torch.float64)
+    memory = xkfac.consolidate(model, batches, "xkfac", cross_layer=True, draws=1, accumulation_dtype=torch.float64)
     jacobian = torch.cat([dense_jacobian(model, memory, name) for name in memory.curvature.joint_units])
     dense = jacobian.mT @ memory.curvature.joint.dense() @ jacobian
     v = torch.randn(len(dense), dtype=torch.float64)

@@ -42,7 +42,7 @@ def test_blocks_of_parameters_are_those_of_the_dense_curvature(method):
 
 def test_several_terms_become_one_product_with_their_partial_traces():
     model = mlp().double()
-    memory = xkfac.consolidate(model, wide(data()), draws=1, accumulation_dtype=torch.float64)
+    memory = xkfac.consolidate(model, wide(data()), "xkfac", draws=1, accumulation_dtype=torch.float64)
     dense = own_blocks(dense_curvature(model, memory), model)
     found = kron_of(model, memory).to_matrix()
     weight = model[0].weight

@@ -78,7 +78,7 @@ def test_a_penalty_that_is_exact_but_for_a_factor_is_scaled_by_it(factor):
 def test_real_is_the_divergence_of_what_the_network_said_before():
     model = randomise(Everything()).eval()
     batches = data(8, 50, (2, 9, 9))
-    memory = consolidate(model, batches[:2], draws=1)
+    memory = consolidate(model, batches[:2], "xkfac", draws=1)
     source = _Source(model, memory, default_forward, batches, seed=0)
     moved = copy.deepcopy(model)
     move(moved)
@@ -96,7 +96,7 @@ def test_real_is_the_divergence_of_what_the_network_said_before():
 
 def test_the_path_descends_the_proxy_s_objective_and_leaves_what_is_not_covered():
     model = mlp().eval()
-    memory = consolidate(model, data(), exclude=["6"])
+    memory = consolidate(model, data(), "xkfac", exclude=["6"])
     forward = default_forward
     task = _ProxyTask(model, memory.likelihood, forward, data(4, 16), 0)
     *_, network = _path(model, memory, task, 1.0, _Way(60, 0.05, 1e-4, 0))
@@ -150,7 +150,7 @@ def test_any_network_method_and_likelihood_leaves_no_trace(model, batches, optio
 
 def test_proxy_is_learnt_from_in_place_of_held_out_batches():
     model = mlp()
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     own = calibrate(model, memory, data(5), **quick()).calibration
     assert own.examples == 3 * 8
     given = calibrate(model, memory, data(5), proxy=target(), **quick()).calibration
@@ -162,7 +162,7 @@ def test_proxy_is_learnt_from_in_place_of_held_out_batches():
 
 def test_steps_too_long_for_the_curvature_are_shortened():
     model = mlp()
-    memory = weaker(consolidate(model, data(8, 16)), 1e-3)  # a penalty a thousand times too strong
+    memory = weaker(consolidate(model, data(8, 16), "xkfac"), 1e-3)  # a penalty a thousand times too strong
     found = calibrate(model, memory, data(8, 16), rounds=1, steps=20, lr=0.5).calibration
     assert all(math.isfinite(point.real) and point.predicted < 2 for point in found.curve)
     bounded = calibrate(model, memory, data(8, 16), rounds=1, steps=20, lr=1e6).calibration
@@ -173,7 +173,7 @@ def test_steps_too_long_for_the_curvature_are_shortened():
 
 def test_strength_left_out_is_the_scale_of_the_memory():
     model = mlp()
-    memory = replace(consolidate(model, data()), calibration=CALIBRATION)
+    memory = replace(consolidate(model, data(), "xkfac"), calibration=CALIBRATION)
     found = []
     for strength in (None, 20.0):
         copied = copy.deepcopy(model)
@@ -188,7 +188,7 @@ def test_strength_left_out_is_the_scale_of_the_memory():
 
 def test_calibration_is_kept_by_finish_and_files(tmp_path):
     model = mlp()
-    memory = replace(consolidate(model, data()), calibration=CALIBRATION)
+    memory = replace(consolidate(model, data(), "xkfac"), calibration=CALIBRATION)
     memory.save(tmp_path / "m", torch.bfloat16)
     assert Memory.load(tmp_path / "m").calibration == CALIBRATION
     assert "scaled by 20" in repr(memory)
@@ -196,7 +196,7 @@ def test_calibration_is_kept_by_finish_and_files(tmp_path):
         learner.begin(target())
         learner.penalty()
         assert learner.finish(target()).calibration == CALIBRATION
-    consolidate(mlp(), data()).save(tmp_path / "none")
+    consolidate(mlp(), data(), "xkfac").save(tmp_path / "none")
     assert Memory.load(tmp_path / "none").calibration is None
 
 
@@ -209,7 +209,7 @@ def rewritten(path, change):
 
 def test_a_file_from_before_calibrations_loads_and_a_damaged_one_does_not(tmp_path):
     path = tmp_path / "m"
-    replace(consolidate(mlp(), data()), calibration=CALIBRATION).save(path)
+    replace(consolidate(mlp(), data(), "xkfac"), calibration=CALIBRATION).save(path)
     for change in ({"scale": -1.0}, {"scale": math.inf}, {"radius": math.nan}, {"curve": [{}]}, {"examples": None}):
         rewritten(path, lambda found, change=change: found["calibration"].update(change))
         with pytest.raises(MemoryFileError, match="damaged"):
@@ -227,7 +227,7 @@ def _entry():
 
 def test_errors_name_the_remedy():
     model = mlp()
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     with pytest.raises(XkfacError, match="strength must be a number of at least 0, not 'calibrated'"):
         Learner(model, memory, strength="calibrated")
     with pytest.raises(XkfacError, match="'fine-tuning' has no penalty"):

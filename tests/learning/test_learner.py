@@ -24,7 +24,7 @@ def hooks(model):
 
 def test_importance_is_that_of_equal_tasks_or_the_users():
     model = mlp()
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     assert Learner(model, memory).importance == (1 / 2, 1 / 2)
     for tasks in (2, 3, 4):
         with Learner(model, memory) as learner:
@@ -44,7 +44,7 @@ def test_importance_is_that_of_equal_tasks_or_the_users():
 def test_numbers_that_make_no_sense_are_refused(bad):
     model = mlp()
     with pytest.raises(XkfacError, match=f"{next(iter(bad))} must be a number of at least 0"):
-        Learner(model, consolidate(model, data()), **bad)
+        Learner(model, consolidate(model, data(), "xkfac"), **bad)
 
 
 @pytest.mark.parametrize("interpretation", INTERPRETATIONS)
@@ -72,7 +72,7 @@ def test_objective_is_the_weighted_sum_of_penalty_and_loss(interpretation):
 
 def test_begin_recentres_so_that_the_first_penalty_is_zero():
     model = mlp().train()
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     learner = Learner(model, memory, damping=1.0)
     learner.begin(target())
     for x, y in target():
@@ -85,7 +85,7 @@ def test_begin_recentres_so_that_the_first_penalty_is_zero():
 @pytest.mark.parametrize(("recentre", "zero"), [(True, True), (False, False)])
 def test_without_recentring_mini_batch_statistics_are_far_from_the_anchor(recentre, zero):
     model = mlp().train()
-    learner = Learner(model, consolidate(model, data()), interpretation="bn", damping=1.0)
+    learner = Learner(model, consolidate(model, data(), "xkfac"), interpretation="bn", damping=1.0)
     learner.begin(target(), recentre=recentre)
     whole = torch.cat([x for x, _ in target()])
     learner.objective(model(whole).sum())
@@ -94,7 +94,7 @@ def test_without_recentring_mini_batch_statistics_are_far_from_the_anchor(recent
 
 def test_begin_passes_its_options_on():
     model = mlp()
-    learner = Learner(model, consolidate(model, data()))
+    learner = Learner(model, consolidate(model, data(), "xkfac"))
     seen = []
 
     def forward(net, batch):
@@ -108,7 +108,7 @@ def test_begin_passes_its_options_on():
 
 def test_begin_refuses_a_network_that_is_not_at_the_anchor():
     model = mlp()
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     learner = Learner(model, memory)
     with torch.no_grad():
         model[3].weight.mul_(1.1)
@@ -124,7 +124,7 @@ def test_begin_refuses_a_network_that_is_not_at_the_anchor():
 
 def test_order_of_calls_is_checked():
     model = mlp().train()
-    learner = Learner(model, consolidate(model, data()))
+    learner = Learner(model, consolidate(model, data(), "xkfac"))
     x, y = target()[0]
     loss = torch.ones(())
     with pytest.raises(XkfacError, match="call begin"):
@@ -143,7 +143,7 @@ def test_order_of_calls_is_checked():
 
 def test_a_failed_begin_leaves_model_and_learner_as_they_were():
     model = mlp()
-    learner = Learner(model, consolidate(model, data()))
+    learner = Learner(model, consolidate(model, data(), "xkfac"))
     before = copy.deepcopy(model.state_dict())
     broken = target()
     broken[1][0][0, 0] = float("inf")
@@ -191,7 +191,7 @@ def test_finish_leaves_the_model_as_it_is():
 
 def test_close_and_the_context_manager_remove_hooks():
     model = mlp()
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     learner = Learner(model, memory)
     assert hooks(model) == 3
     learner.close()
@@ -344,7 +344,7 @@ def test_interpretation_can_be_chosen_anew():
 
 def test_another_networks_memory_is_refused():
     with pytest.raises(MismatchError, match="unit '0'"):
-        Learner(nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7)), consolidate(mlp(), data()))
+        Learner(nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7)), consolidate(mlp(), data(), "xkfac"))
 
 
 @pytest.mark.parametrize(("model_dtype", "memory_dtype"), [("float64", "float32"), ("float32", "float64")])
@@ -352,7 +352,7 @@ def test_a_memory_of_another_precision_than_the_model(model_dtype, memory_dtype)
     model_dtype, memory_dtype = getattr(torch, model_dtype), getattr(torch, memory_dtype)
     model = mlp().to(model_dtype).train()
     batches = [(x.to(model_dtype), y) for x, y in data()]
-    memory = consolidate(model, batches).to(dtype=memory_dtype)
+    memory = consolidate(model, batches, "xkfac").to(dtype=memory_dtype)
     learner = Learner(model, memory)
     learner.begin(batches)
     move(model)
@@ -412,7 +412,7 @@ def test_a_task_taken_up_in_its_middle_ends_at_the_same_weights(method):
 def test_every_kind_of_unit_learns():
     model = randomise(Everything()).train()
     batches, new = data(2, 8, (2, 7, 7)), data(2, 8, (2, 7, 7), shift=1.0, seed=1)
-    learner = Learner(model, consolidate(model, batches), balance=xkfac.Balance())
+    learner = Learner(model, consolidate(model, batches, "xkfac"), balance=xkfac.Balance())
     learner.begin(new)
     start = copy.deepcopy(model.state_dict())
     train(model, learner, torch.optim.SGD(model.parameters(), 0.05), new * 3)

@@ -18,9 +18,9 @@ def test_an_open_learner_does_not_change_a_curvature(net, options):
     batches = data(shape=(2, 7, 7) if net == "convolutions" else (6,))
     changes = {name: value for name, value in options.items() if name != "method"}
     memory = xkfac.consolidate(model, batches, options.get("method", "xkfac"), draws=1)
-    expected = xkfac.consolidate(model, batches, draws=2)
+    expected = xkfac.consolidate(model, batches, "xkfac", draws=2)
     with xkfac.Learner(model, memory, **changes) as learner:
-        found = xkfac.consolidate(model, batches, draws=2)
+        found = xkfac.consolidate(model, batches, "xkfac", draws=2)
         assert not learner._step.readings.readings
     for (name, one), (_, other) in zip(found.curvature.tensors(), expected.curvature.tensors(), strict=True):
         assert torch.equal(one, other), name
@@ -28,7 +28,7 @@ def test_an_open_learner_does_not_change_a_curvature(net, options):
 
 def test_a_pass_between_two_steps_changes_no_gradient():
     first = mlp().train()
-    memory = xkfac.consolidate(first, data(), draws=1)
+    memory = xkfac.consolidate(first, data(), "xkfac", draws=1)
     found = []
     for model in (first, copy.deepcopy(first)):
         with xkfac.Learner(model, memory) as learner:

@@ -67,7 +67,7 @@ REPLACED = r"layer of unit '{}' was replaced after the Learner was made, .* memo
 
 def test_a_replaced_head_is_noticed_by_begin_by_the_first_objective_and_by_finish():
     model = mlp()
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     learner = Learner(model, memory)
     old, model[6] = model[6], copy.deepcopy(model[6])
     with pytest.raises(MismatchError, match=REPLACED.format(6, 6)):
@@ -87,7 +87,7 @@ def test_a_replaced_head_is_noticed_by_begin_by_the_first_objective_and_by_finis
 
 def test_a_head_that_is_left_out_may_be_replaced():
     model = mlp()
-    learner = Learner(model, consolidate(model, data(), exclude="6"))
+    learner = Learner(model, consolidate(model, data(), "xkfac", exclude="6"))
     model[6] = nn.Linear(4, 5)
     learner.begin(target())
     gradients(model, learner)
@@ -143,10 +143,10 @@ def test_probabilities_are_refused_by_consolidate_begin_and_finish():
     model = mlp()
     good, model[6] = model[6], softmax_head()
     with pytest.raises(XkfacError, match=PROBABILITIES):
-        consolidate(model, data())
-    consolidate(model, data(), likelihood="gaussian")
+        consolidate(model, data(), "xkfac")
+    consolidate(model, data(), "xkfac", likelihood="gaussian")
     model[6] = good
-    memory = consolidate(model, data(), exclude="6")
+    memory = consolidate(model, data(), "xkfac", exclude="6")
     model[6] = softmax_head()
     with pytest.raises(XkfacError, match=PROBABILITIES):
         Learner(model, memory).begin(target())
@@ -158,7 +158,7 @@ def test_probabilities_are_refused_by_consolidate_begin_and_finish():
     with pytest.raises(XkfacError, match=PROBABILITIES):
         learner.finish(target())
     model[6] = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1))
-    consolidate(model, data())
+    consolidate(model, data(), "xkfac")
 
 
 def accumulated(way, share, batches):
@@ -338,7 +338,7 @@ def test_inputs_that_are_not_finite_are_not_blamed_on_the_steps():
 
 
 def calibrated(model, radius):
-    return replace(consolidate(model, data()), calibration=Calibration(2.0, radius, (), 10))
+    return replace(consolidate(model, data(), "xkfac"), calibration=Calibration(2.0, radius, (), 10))
 
 
 @pytest.mark.parametrize("radius", [1e-4, 0.0])
@@ -386,12 +386,12 @@ def test_a_penalty_within_the_radius_is_not_told():
         for x, y in target(count=2 * INTERVAL):
             learner.objective(F.cross_entropy(model(x), y), 1.0)
         learner.finish(target())
-    assert Learner(model, consolidate(model, data())).over_radius is None
+    assert Learner(model, consolidate(model, data(), "xkfac")).over_radius is None
 
 
 def test_statistics_that_have_moved_a_little_are_refused():
     model = mlp().train()
-    learner = Learner(model, consolidate(model, data()))
+    learner = Learner(model, consolidate(model, data(), "xkfac"))
     model[1].momentum = model[4].momentum = 0.002
     with torch.no_grad():
         model(data()[0][0])
@@ -404,7 +404,7 @@ def test_statistics_that_have_moved_a_little_are_refused():
 
 def test_weights_that_have_moved_a_little_are_refused():
     model = mlp()
-    learner = Learner(model, consolidate(model, data()))
+    learner = Learner(model, consolidate(model, data(), "xkfac"))
     with torch.no_grad():
         model[6].weight.mul_(1 + 1e-3)
     with pytest.raises(MismatchError, match=r"unit '6' are \d.\de-04 \(relative\) away"):
@@ -415,7 +415,7 @@ def test_weights_that_have_moved_a_little_are_refused():
 def test_rounding_is_not_taken_for_a_move(dtype, tmp_path):
     model = mlp()
     model[1].running_mean.add_(300.0)  # cancels in beta - gamma mu / sigma, whose rounding is large
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     memory.save(tmp_path / "m", dtype)
     loaded = type(memory).load(tmp_path / "m", model)
     for net, one in ((model, loaded), (copy.deepcopy(model).to(dtype), memory), (model, memory.to(dtype=dtype))):
@@ -441,7 +441,7 @@ def learnt(learner):
 
 def test_forward_is_given_once(tmp_path):
     model = mlp()
-    memory = consolidate(model, as_dicts(data()), forward=forward)
+    memory = consolidate(model, as_dicts(data()), "xkfac", forward=forward)
     assert "with a forward function of its own" in repr(memory)
     learner = Learner(model, memory)
     learner.begin(as_dicts(target()))
@@ -457,12 +457,12 @@ def test_forward_is_given_once(tmp_path):
     learner.begin(as_dicts(target()))
     learnt(learner)
     assert learner.finish(as_dicts(target())).forward is forward
-    assert "forward" not in repr(consolidate(model, data()))
+    assert "forward" not in repr(consolidate(model, data(), "xkfac"))
 
 
 def test_forward_of_begin_or_finish_goes_before_the_memorys():
     model = mlp()
-    learner = Learner(model, consolidate(model, as_dicts(data()), forward=forward))
+    learner = Learner(model, consolidate(model, as_dicts(data()), "xkfac", forward=forward))
     learner.begin(target(), forward=lambda net, batch: net(batch[0]))
     learnt(learner)
     assert learner.finish(as_dicts(target()), forward=forward).tasks == 2

@@ -111,7 +111,7 @@ class Derived(nn.BatchNorm1d):
 def test_a_learner_that_a_compiled_model_does_not_notice_is_reported(noticed):
     torch._dynamo.reset()
     model = mlp(nn.BatchNorm1d if noticed else Derived).eval()
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     compiled = torch.compile(model, backend="aot_eager")
     start = copy.deepcopy(model.state_dict())
     model.train()
@@ -354,7 +354,7 @@ def distributed_step(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = mlp()
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     parallel = nn.parallel.DistributedDataParallel(model)
     learner = Learner(parallel, memory, balance=Balance())
     learner.begin(share(rank))
@@ -375,7 +375,7 @@ def test_distributed_data_parallel(tmp_path):
     results = [torch.load(tmp_path / str(rank)) for rank in range(2)]
     torch.manual_seed(0)
     model = mlp()
-    learner = Learner(model, consolidate(model, data()))
+    learner = Learner(model, consolidate(model, data(), "xkfac"))
     learner.begin([*share(0), *share(1)])
     for name, tensor in model.state_dict().items():
         assert torch.equal(results[0][0][name], results[1][0][name]), name

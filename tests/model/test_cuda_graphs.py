@@ -15,7 +15,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 
 def test_a_graph_needs_a_cuda_device():
     with pytest.raises(XkfacError, match="graph=True needs the model on a CUDA device; leave it out"):
-        consolidate(randomise(Everything()), data(2, 8, (2, 7, 7)), graph=True)
+        consolidate(randomise(Everything()), data(2, 8, (2, 7, 7)), "xkfac", graph=True)
 
 
 def test_a_batch_is_cloned_in_its_own_shape():

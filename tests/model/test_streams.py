@@ -55,14 +55,14 @@ def test_a_stream_gives_what_a_list_gives(count, method):
 def test_a_stream_gives_what_a_list_gives_of_at_most_some_batches(max_batches, count, monkeypatch):
     few_draws(monkeypatch, 8)
     net, batches = mlp(), data(count)
-    expected = xkfac.consolidate(net, batches, max_batches=max_batches)
-    assert equal(expected, xkfac.consolidate(net, batches[:max_batches]))
-    assert equal(expected, xkfac.consolidate(net, iter(batches), max_batches=max_batches))
+    expected = xkfac.consolidate(net, batches, "xkfac", max_batches=max_batches)
+    assert equal(expected, xkfac.consolidate(net, batches[:max_batches], "xkfac"))
+    assert equal(expected, xkfac.consolidate(net, iter(batches), "xkfac", max_batches=max_batches))
 
 
 def test_no_more_is_taken_from_an_endless_stream_than_asked_for():
     stream = Counting(data(3))
-    memory = xkfac.consolidate(mlp(), stream, max_batches=4)
+    memory = xkfac.consolidate(mlp(), stream, "xkfac", max_batches=4)
     assert (stream.taken, memory.examples) == (4, 32)
 
 
@@ -76,7 +76,7 @@ def few_draws(monkeypatch, enough):
 def test_a_long_stream_gives_what_a_long_list_gives(count, monkeypatch):
     few_draws(monkeypatch, 4)
     net, batches = mlp(), data(count)
-    assert equal(xkfac.consolidate(net, iter(batches)), xkfac.consolidate(net, batches))
+    assert equal(xkfac.consolidate(net, iter(batches), "xkfac"), xkfac.consolidate(net, batches, "xkfac"))
 
 
 def test_a_stream_is_read_ahead_by_a_bounded_number_of_batches(monkeypatch):
@@ -109,11 +109,11 @@ def test_batches_that_are_written_over_are_kept():
         for x, y in batches:
             yield {"input": place.copy_(x), "y": [y]}
 
-    assert equal(xkfac.consolidate(net, same_place()), xkfac.consolidate(net, batches))
+    assert equal(xkfac.consolidate(net, same_place(), "xkfac"), xkfac.consolidate(net, batches, "xkfac"))
 
 
 def test_progress_knows_the_length_of_a_short_stream(capsys):
-    xkfac.consolidate(mlp(), iter(data(3)), progress=True)
+    xkfac.consolidate(mlp(), iter(data(3)), "xkfac", progress=True)
     assert "curvature: 3/3" in capsys.readouterr().err
 
 
@@ -134,13 +134,13 @@ class TestLargeBatches:
     @pytest.mark.parametrize(("count", "max_batches"), [(8, None), (12, None), (4, 4), (6, 4)])
     def test_as_many_batches_as_there_can_be_are_assumed(self, count, max_batches):
         net, batches = mlp(), data(count)
-        expected = xkfac.consolidate(net, batches, max_batches=max_batches)
-        assert equal(xkfac.consolidate(net, iter(batches), max_batches=max_batches), expected)
+        expected = xkfac.consolidate(net, batches, "xkfac", max_batches=max_batches)
+        assert equal(xkfac.consolidate(net, iter(batches), "xkfac", max_batches=max_batches), expected)
 
     @pytest.mark.parametrize(("count", "max_batches"), [(3, None), (3, 4)])
     def test_fewer_are_refused(self, count, max_batches):
         with pytest.raises(xkfac.XkfacError) as refused:
-            xkfac.consolidate(mlp(), iter(data(count)), max_batches=max_batches)
+            xkfac.consolidate(mlp(), iter(data(count)), "xkfac", max_batches=max_batches)
         assert str(refused.value) == (
             "the loader gave 3 batches, for which draws=None means 3 draws per batch, but this was known too late: it "
             "does not say its length, and its batches are too large to be read ahead; pass draws=3"
@@ -153,7 +153,7 @@ def test_a_length_that_is_wrong_is_told():
             return 100
 
     with pytest.warns(xkfac.XkfacWarning) as caught:
-        xkfac.consolidate(mlp(), Wrong(data(3)))
+        xkfac.consolidate(mlp(), Wrong(data(3)), "xkfac")
     assert str(caught[0].message) == (
         "the loader gave 3 batches, which is not the length that it said, so labels were drawn 6 times per batch and "
         "not 32 times; correct its length, or pass draws=32"

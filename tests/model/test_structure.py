@@ -38,7 +38,7 @@ class Convolutions(nn.Module):
 
 def begun(model, change, *, source=None, aim=None):
     """Consolidate a network, change it, and begin a task."""
-    memory = consolidate(model, source or data(**IMAGES))
+    memory = consolidate(model, source or data(**IMAGES), "xkfac")
     change(model)
     learner = Learner(model, memory)
     learner.begin(aim or target(**IMAGES))
@@ -98,7 +98,7 @@ def test_the_same_network_begins_also_with_layers_that_are_new():
         model.forward = lambda x, run=model.forward: model.more(run(x))
 
     model = convolutions()
-    memory = consolidate(model, data(**IMAGES), exclude="head")
+    memory = consolidate(model, data(**IMAGES), "xkfac", exclude="head")
     wider(model)
     Learner(model, memory).begin(target(**IMAGES))
 
@@ -106,7 +106,7 @@ def test_the_same_network_begins_also_with_layers_that_are_new():
 @pytest.mark.parametrize("change", ["a stride", "a rewired BN"])
 def test_finish_notices_it_where_begin_had_no_data(change):
     model = convolutions()
-    learner = Learner(model, consolidate(model, data(**IMAGES)))
+    learner = Learner(model, consolidate(model, data(**IMAGES), "xkfac"))
     learner.begin(recentre=False)
     CHANGES[change][0](model)
     gradients(model, learner, target(**IMAGES)[0])
@@ -168,7 +168,7 @@ def test_another_resolution_that_changes_the_units_is_named():
     ):
         begun(Windows(), lambda model: None, source=small, aim=large)
     model = Windows()
-    memory = consolidate(model, large)
+    memory = consolidate(model, large, "xkfac")
     assert "mix.weight" in {unit.name for unit in memory.units}
     with pytest.raises(
         MismatchError, match=r"'mix.weight' is a free parameter in the memory and the weight of a layer"
@@ -202,7 +202,7 @@ def test_a_weight_that_is_transformed_now_is_named():
 @pytest.mark.parametrize("known", [True, False])
 def test_several_heads_without_exclude_are_named_when_the_task_begins(known):
     model = randomise(Heads(["source", "target"] if known else ["source"]))
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     if not known:
         model.heads["target"] = nn.Linear(5, 3)
     model.task = "target"
@@ -224,7 +224,7 @@ def test_several_heads_without_exclude_are_named_when_the_task_begins(known):
 
 def test_a_head_of_another_size_names_the_remedy():
     model = mlp()
-    memory = consolidate(model, data())
+    memory = consolidate(model, data(), "xkfac")
     model[6] = nn.Linear(4, 7)
     with pytest.raises(MismatchError, match=r"unit '6'.*memory.without\('6'\)"):
         Learner(model, memory)
@@ -250,7 +250,7 @@ def test_a_memory_without_a_unit_has_the_penalty_of_the_others(made, tmp_path):
 
 
 def test_a_memory_cannot_do_without_a_part_of_a_unit_or_what_it_does_not_have():
-    memory = consolidate(mlp(), data())
+    memory = consolidate(mlp(), data(), "xkfac")
     with pytest.raises(UnitError, match=r"'3.weight' is penalised together .* as unit '3'; leave it out too"):
         memory.without("4")
     with pytest.raises(UnitError, match="'head' matches no parameter that the memory covers"):
@@ -266,7 +266,7 @@ def test_an_iterator_loses_no_batch():
     for loader in (target(), iter(target()), (batch for batch in target())):
         torch.manual_seed(0)
         model = mlp()
-        Learner(model, consolidate(model, data())).begin(loader)
+        Learner(model, consolidate(model, data(), "xkfac")).begin(loader)
         found.append(states(model))
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
@@ -286,7 +286,7 @@ def test_a_loader_is_iterated_once_and_the_random_state_stays():
     model = mlp()
     x = torch.randn(20, 6)
     loader = Counted(TensorDataset(x, torch.zeros(20)), batch_size=5, shuffle=True)
-    learner = Learner(model, consolidate(model, data()))
+    learner = Learner(model, consolidate(model, data(), "xkfac"))
     states = torch.get_rng_state(), random.getstate()
     bars = []
 
@@ -316,7 +316,7 @@ def test_a_loader_of_a_method_that_does_not_recentre_is_looked_at():
 
 def test_what_the_memory_leaves_out_and_is_gone_is_named_when_the_task_begins():
     model = mlp()
-    memory = consolidate(model, data(), exclude="6")
+    memory = consolidate(model, data(), "xkfac", exclude="6")
     del model[6]
     with pytest.raises(UnitError, match="exclude: '6' matches no parameter"):
         Learner(model, memory).begin(target())
@@ -328,7 +328,7 @@ def test_what_the_memory_leaves_out_and_is_gone_is_named_when_the_task_begins():
 
 def test_extend_compares_convolutions_too():
     model = convolutions()
-    memory = consolidate(model, data(**IMAGES))
+    memory = consolidate(model, data(**IMAGES), "xkfac")
     model.second.stride = (1, 1)
     with pytest.raises(MismatchError, match="stride 1x1 now and with 2x2"):
         memory.extend(model, estimate(model, data(**IMAGES)), weights=(0.5, 0.5))

@@ -532,7 +532,7 @@ def test_a_backward_pass_at_once_on_a_gpu_is_that_on_the_cpu(beside):
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         model = randomise(Everything()).double()
-        memory = xkfac.consolidate(model, [(x.double(), y) for x, y in data(2, 8, (2, 7, 7))])
+        memory = xkfac.consolidate(model, [(x.double(), y) for x, y in data(2, 8, (2, 7, 7))], "xkfac")
         move(model.train())
         model.to(device)
         learner = Learner(model, memory, damping=0.1, penalty_every=1)
@@ -546,7 +546,7 @@ def test_a_backward_pass_at_once_on_a_gpu_is_that_on_the_cpu(beside):
 
 def test_a_learner_that_refuses_a_network_leaves_no_hook_on_it():
     model = mlp()
-    memory = xkfac.consolidate(model, data())
+    memory = xkfac.consolidate(model, data(), "xkfac")
     model[4] = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model[4])
     with pytest.raises(xkfac.XkfacError, match="is a SyncBatchNorm, whose statistics one process cannot read"):
         Learner(model, memory)

@@ -152,7 +152,7 @@ def test_weights_with_their_channels_last_are_treated_alike():
         torch.manual_seed(0)
         net = nn.Sequential(*copy.deepcopy(layers), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
         net = randomise(net).double().to(memory_format=layout)
-        memory = consolidate(net, [(x.double(), y) for x, y in data(2, 8, (3, 5, 5))], grouping="hierarchical")
+        memory = consolidate(net, [(x.double(), y) for x, y in data(2, 8, (3, 5, 5))], "xkfac", grouping="hierarchical")
         implicit = Learner(net, memory, strength=1e4).implicit(0.1)
         generator = torch.Generator().manual_seed(1)
         for parameter in net.parameters():

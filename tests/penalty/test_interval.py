@@ -15,7 +15,7 @@ def begun(**options):
     """Return a network in float64 with a learner that has begun, away from the anchor, and batches of the target."""
     torch.manual_seed(0)
     model = randomise(mlp()).double()
-    memory = consolidate(model, [(x.double(), y) for x, y in data()])
+    memory = consolidate(model, [(x.double(), y) for x, y in data()], "xkfac")
     batches = [(x.double(), y) for x, y in target(count=8)]
     learner = Learner(model, memory, **options)
     learner.begin(batches)

@@ -30,7 +30,7 @@ def begun(strength):
     torch.manual_seed(0)
     model = randomise(mlp()).double()
     batches = [(x.double(), y) for x, y in data()]
-    memory = xkfac.consolidate(model, batches)
+    memory = xkfac.consolidate(model, batches, "xkfac")
     learner = xkfac.Learner(model, memory, damping=0.01, strength=strength)
     learner.begin([(x.double(), y) for x, y in target()])
     return model, learner

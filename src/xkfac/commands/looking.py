@@ -21,9 +21,9 @@ def status(
 ) -> None:
     """List runs: which are complete, running or interrupted, and how far they are."""
     from xkfac.experiments.runs.folder import find_runs
-    from xkfac.experiments.runs.progress import Standing
+    from xkfac.experiments.runs.progress import RunStatus
 
-    found = [Standing.of(path) for path in find_runs(folder)]
+    found = [RunStatus.of(path) for path in find_runs(folder)]
     if as_json:
         print_json([standing.to_dict() for standing in found])
     elif not found:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from xkfac.curvature.collectors import Collectors
+from xkfac.curvature.moments import ONE
 from xkfac.errors import UnitError
 from xkfac.model.merged_weight import norm_input
 from xkfac.model.passes import device_of, full_precision
@@ -39,7 +40,7 @@ class Capture(Trace):
         self.synchronised = {p for p in self.norms if isinstance(model.get_submodule(p), nn.SyncBatchNorm)}
         # Where backward passes end: nothing behind the first units is computed.
         self.ends: list[Tensor | GradientEdge] = []
-        self.weight = 1.0
+        self.draw = ONE
         self.examples = 0
         self._calls: dict[str, int] = {}
         self._inputs: dict[str, list[Tensor]] = {}
@@ -172,7 +173,7 @@ class Capture(Trace):
             self._gradients[unit.name] = seen
             return
         with _exactly(gradient.device):  # a backward pass records nothing
-            self.collectors.of[unit.name].gradients([seen[k] for k in sorted(seen)], self.weight)
+            self.collectors.of[unit.name].gradients([seen[k] for k in sorted(seen)], self.draw)
 
     def end_backward(self) -> None:
         """Pass on what waits for the whole backward pass; a call without gradient counts as zero."""
@@ -180,9 +181,9 @@ class Capture(Trace):
             some = next(iter(seen.values()))
             calls = range(self._calls[name])
             with torch.no_grad(), _exactly(some.device):
-                self.collectors.of[name].gradients([seen.get(k, torch.zeros_like(some)) for k in calls], self.weight)
+                self.collectors.of[name].gradients([seen.get(k, torch.zeros_like(some)) for k in calls], self.draw)
         self._gradients.clear()
         joint = self.collectors.joint
         if joint is not None and joint.units:
             with _exactly(device_of(self.model)):
-                joint.flush_gradients(self.weight)
+                joint.flush_gradients(self.draw)

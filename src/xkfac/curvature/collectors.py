@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xkfac.curvature.blocks import Block, Corrected, Diagonal, KhatriRao, Kronecker, Term, parts, symmetrised
-from xkfac.curvature.moments import Moments, batch_gradient, unit_gradients, unit_inputs
+from xkfac.curvature.moments import Draw, Moments, batch_gradient, unit_gradients, unit_inputs
 from xkfac.curvature.patches import Patches
 from xkfac.curvature.processes import Layout
 from xkfac.curvature.shared_moments import Coupling, SharedMoments
@@ -38,8 +38,8 @@ class Collector(ABC):
         """Take a batch's inputs, one tensor a call of the unit."""
 
     @abstractmethod
-    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
-        """Take the gradients at the outputs of these calls, from a backward pass that counts `weight`."""
+    def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
+        """Take the gradients at the outputs of these calls, from a backward pass."""
 
     @abstractmethod
     def block(self, examples: int) -> Block | None:
@@ -70,49 +70,66 @@ def _joined(calls: list[Tensor]) -> Tensor:
     return calls[0] if len(calls) == 1 else torch.cat(calls, 2)
 
 
-def _shared(moments: Moments) -> SharedMoments:
-    assert isinstance(moments, SharedMoments)
-    return moments
+class _Factors:
+    """Moments of a merged weight of a `shape` [groups, rows, columns], and how they add up over processes."""
+
+    moments: Moments
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        raise NotImplementedError
+
+    @property
+    def _shared(self) -> SharedMoments:
+        assert isinstance(self.moments, SharedMoments)
+        return self.moments
+
+    def layouts(self) -> list[Layout]:
+        """Return the layouts of the factors' sums."""
+        return self._shared.layouts(self.shape, self.dtype)
+
+    def root(self, examples: int) -> Tensor | None:
+        """Return the root of M."""
+        return self._shared.root(examples)
+
+    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
+        """Return the factors' sums."""
+        return self._shared.sums(self.shape[1], examples, root)
+
+    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
+        """Take the factors' sums of all processes."""
+        self._shared.take(sums, root)
 
 
-class FactorCollector(Collector):
+class FactorCollector(_Factors, Collector):
     """Collects Kronecker factors."""
 
     def __init__(self, unit: Unit, dtype: torch.dtype, moments: Moments) -> None:
         super().__init__(unit, dtype)
         self.moments = moments
         self.patches = Patches(unit)
+        self._images = moments.images(self.patches) if unit.calls == 1 else None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the unit."""
+        return self.unit.shape
 
     def inputs(self, inputs: Sequence[Tensor]) -> None:
         """Take a batch's inputs; the calls of a unit that has several are further positions, which are written out."""
-        if len(inputs) == 1:
-            self.moments.add_images(self.patches.image(inputs[0], self.dtype), self.patches)
+        if self._images is not None:
+            self._images(self.patches.image(inputs[0], self.dtype))
         else:
             self.moments.add_inputs(self._x(inputs))
 
-    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
+    def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Take the gradients of one backward pass."""
-        self.moments.add_gradients(self._g(gradients), weight)
+        self.moments.add_gradients(self._g(gradients), draw)
 
     def block(self, examples: int) -> Block:
         """Return the block."""
         return Kronecker(self.moments.terms(self.unit.shape[1], examples))
-
-    def layouts(self) -> list[Layout]:
-        """Return the layouts of the factors' sums."""
-        return _shared(self.moments).layouts(self.unit.shape, self.dtype)
-
-    def root(self, examples: int) -> Tensor | None:
-        """Return the root of M."""
-        return _shared(self.moments).root(examples)
-
-    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
-        """Return the factors' sums."""
-        return _shared(self.moments).sums(self.unit.shape[1], examples, root)
-
-    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
-        """Take the factors' sums of all processes."""
-        _shared(self.moments).take(sums, root)
 
 
 class SquareCollector(Collector):
@@ -133,16 +150,16 @@ class SquareCollector(Collector):
         """Take a batch's inputs."""
         self._inputs = inputs
 
-    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
+    def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Take the gradients of one backward pass."""
-        self.see(batch_gradient(self._x(self._inputs), self._g(gradients)), weight)
+        self.see(batch_gradient(self._x(self._inputs), self._g(gradients)), draw)
 
-    def see(self, gradient: Tensor, weight: float) -> None:
+    def see(self, gradient: Tensor, draw: Draw) -> None:
         """Take the gradient [groups, rows, columns] of one backward pass from this process's examples."""
         if self.coupling is None:
-            self.add(gradient, weight)
+            self.add(gradient, draw.weight)
         else:
-            self.add(self.coupling.total(gradient), weight * self.coupling.share)
+            self.add(self.coupling.total(gradient), draw.weight * self.coupling.share)
 
     def add(self, gradient: Tensor, weight: float) -> None:
         """Take the gradient [groups, rows, columns] with respect to W~ of one backward pass."""
@@ -245,7 +262,7 @@ class MarginalCollector(SquareCollector):
 
 
 @dataclass
-class JointCollector:
+class JointCollector(_Factors):
     """Collects the factors of all linear units together: rows and columns of several units side by side."""
 
     moments: Moments
@@ -267,12 +284,12 @@ class JointCollector:
             )
         self.moments.add_inputs(torch.cat([self._inputs[unit.name] for unit in self.units], 3))
 
-    def flush_gradients(self, weight: float) -> None:
+    def flush_gradients(self, draw: Draw) -> None:
         """Take the gradients of all units, zero where none arrived, once a backward pass is done."""
         size = next(iter(self._inputs.values()))
         missing = {u.name: size.new_zeros(*size.shape[:3], u.shape[1]) for u in self.units}
         gradients = [self._gradients.get(unit.name, missing[unit.name]) for unit in self.units]
-        self.moments.add_gradients(torch.cat(gradients, 3), weight)
+        self.moments.add_gradients(torch.cat(gradients, 3), draw)
         self._gradients.clear()
 
     def block(self, examples: int) -> KhatriRao:
@@ -281,24 +298,9 @@ class JointCollector:
         return KhatriRao(self.moments.terms(sum(rows), examples), rows, tuple(unit.shape[2] for unit in self.units))
 
     @property
-    def _shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of all units' weights together."""
         return 1, sum(unit.shape[1] for unit in self.units), sum(unit.shape[2] for unit in self.units)
-
-    def layouts(self) -> list[Layout]:
-        """Return the layouts of the factors' sums."""
-        return _shared(self.moments).layouts(self._shape, self.dtype)
-
-    def root(self, examples: int) -> Tensor | None:
-        """Return the root of M."""
-        return _shared(self.moments).root(examples)
-
-    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
-        """Return the factors' sums."""
-        return _shared(self.moments).sums(self._shape[1], examples, root)
-
-    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
-        """Take the factors' sums of all processes."""
-        _shared(self.moments).take(sums, root)
 
     def held(self) -> dict[str, Tensor]:
         """Return nothing."""
@@ -317,7 +319,7 @@ class JointMember(Collector):
         """Pass the inputs on."""
         self.joint._inputs[self.unit.name] = self._x(inputs)
 
-    def gradients(self, gradients: Sequence[Tensor], weight: float) -> None:
+    def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Pass the gradients on."""
         self.joint._gradients[self.unit.name] = self._g(gradients)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ from xkfac.curvature.collectors import (
     UnmergedCollector,
 )
 from xkfac.curvature.labels import Cotangents, Draws
-from xkfac.curvature.moments import Form, Grouping, Moments
-from xkfac.curvature.operator import Curvature, CurvatureKind, Labels, Settings
+from xkfac.curvature.moments import Moments
+from xkfac.curvature.operator import Curvature, CurvatureKind, Settings, SettingsOptions
 from xkfac.curvature.processes import Processes, processes_of
 from xkfac.curvature.shared_moments import Coupling, SharedMoments, coupling_of
 from xkfac.errors import XkfacError, XkfacWarning
@@ -67,14 +67,8 @@ class Estimate:
 def estimate(
     model: nn.Module,
     loader: Iterable[Any],
-    kind: CurvatureKind = "xkfac",
+    settings: Settings | CurvatureKind = "xkfac",
     *,
-    form: Form = "mean",
-    grouping: Grouping = "paper",
-    labels: Labels = "sampled",
-    draws: int | None = None,
-    statistics: Statistics = "batch",
-    cross_layer: bool = False,
     likelihood: str | Likelihood = "categorical",
     merge: bool = True,
     per_parameter: bool = False,
@@ -85,22 +79,23 @@ def estimate(
     seed: int = 0,
     progress: Progress = False,
     graph: bool = False,
+    **options: Unpack[SettingsOptions],
 ) -> Estimate:
     """Estimate the curvature of `model` on the data of `loader`; the model is left as it was, bit by bit.
 
-    `kind` to `cross_layer` are explained at `Settings`; `merge`, `per_parameter`, `exclude` and `forward` at
-    `find_units`. Factors are accumulated in `accumulation_dtype`, float32 unless the model is float64, also under
-    autocast. `seed` fixes the labels that are drawn, batch by batch. With `graph` the work of a batch is recorded as a
-    CUDA graph and replayed for all batches of the same shape, which pays on a GPU for small networks. The network runs
-    in evaluation mode but for its BN, which uses mini-batch statistics; a batch of a single example has none and runs
-    with the population's.
+    `settings` is a `Settings` or the kind of one, and `options` are fields of it to change. `merge`, `per_parameter`,
+    `exclude` and `forward` are explained at `find_units`. Factors are accumulated in `accumulation_dtype`, float32
+    unless the model is float64, also under autocast. `seed` fixes the labels that are drawn, batch by batch. With
+    `graph` the work of a batch is recorded as a CUDA graph and replayed for all batches of the same shape, which pays
+    on a GPU for small networks. The network runs in evaluation mode but for its BN, which uses mini-batch statistics; a
+    batch of a single example has none and runs with the population's.
 
     The processes of a DistributedDataParallel model share the pass: each gives its own batches, and all get the
     curvature of all. See docs/scaling.md, also for SyncBatchNorm.
 
     Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
     """
-    settings = Settings(kind, form, grouping, labels, draws, statistics, cross_layer)
+    settings = replace(settings if isinstance(settings, Settings) else Settings(settings), **options)
     finding: dict[str, Any] = {"merge": merge, "per_parameter": per_parameter, "exclude": as_patterns(exclude)}
     check_loaded(unwrap(model))
     run = _Run(
@@ -120,8 +115,8 @@ def estimate(
     with untouched(run.model):
         feed = {"max_batches": max_batches, "progress": progress}
         collectors, examples = run.over(loader, run.first_collector, **feed)
-        curvature = run.finished(collectors, examples, decompose=kind == "corrected")
-        if kind == "corrected":
+        curvature = run.finished(collectors, examples, decompose=settings.kind == "corrected")
+        if settings.kind == "corrected":
             bases = {n: block if isinstance(block, Corrected) else None for n, block in curvature.blocks.items()}
             collectors, again = run.over(
                 loader, lambda unit: SquareCollector(unit, run.dtype, bases[unit.name]), **feed
@@ -153,7 +148,7 @@ def _warn_of_zero(zero: list[str]) -> None:
 def _checked(dtype: Any) -> torch.dtype | None:
     if dtype in (None, torch.float32, torch.float64):
         return dtype  # type: ignore[no-any-return]
-    raise XkfacError(f"dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64")
+    raise XkfacError(f"accumulation_dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64")
 
 
 @dataclass
@@ -179,7 +174,7 @@ class _Run:
             self.coupling = coupling_of(self.model, self.processes)
         if self.processes is not None:
             likelihood = {"likelihood": self.likelihood.name, **self.likelihood.arguments}
-            own = {"dtype": self.dtype, "seed": self.seed, "graph": self.graph}
+            own = {"accumulation_dtype": self.dtype, "seed": self.seed, "graph": self.graph}
             self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
         if self.coupling is not None and self.graph:
             raise XkfacError("graph=True cannot record what SyncBatchNorm layers send to other processes; leave it out")
@@ -198,9 +193,10 @@ class _Run:
             return finished(collectors, self.processes, examples, decompose=decompose)
 
     def _moments(self, name: str) -> Moments:
+        coupled = self.settings.statistics == "batch"
         if self.processes is None:
-            return Moments(name, self.settings.levels, self.settings.form)
-        return SharedMoments(name, self.settings.levels, self.settings.form, self.coupling)
+            return Moments(name, self.settings.levels, self.settings.form, coupled=coupled)
+        return SharedMoments(name, self.settings.levels, self.settings.form, self.coupling, coupled=coupled)
 
     def first_collector(self, unit: Unit) -> Collector:
         """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""
@@ -325,15 +321,13 @@ class _Run:
         ends: list[Any] = [*(self.model.get_parameter(unit.name) for unit in free), *capture.ends]
         if not output.requires_grad:
             raise XkfacError("the output of the network depends on none of its parameters")
-        scale = 1 / self.likelihood.predictions(output)
-        for cotangent, weight, more in cotangents.of(output, batch):
-            capture.weight = weight * scale
+        for cotangent, capture.draw, more in cotangents.of(output, batch):
             gradients = torch.autograd.grad(output, ends, cotangent, retain_graph=more, allow_unused=True)
             capture.end_backward()
             for unit, gradient in zip(free, gradients, strict=False):
                 squares = capture.collectors.of[unit.name]
                 if gradient is not None and isinstance(squares, SquareCollector):
-                    squares.see(gradient.to(self.dtype).reshape(unit.shape), capture.weight)
+                    squares.see(gradient.to(self.dtype).reshape(unit.shape), capture.draw)
 
 
 def check_rows(output: Any, size: int) -> None:

@@ -1,9 +1,12 @@
 """Gram matrices, accumulated: each symmetric product is computed once, in stripes of its upper triangle.
 
-Also here: which products of float32 matrices may be coarser than float32, as torch's own setting says.
+Also here: symmetric matrices packed as triangles, for files and other processes; and which products of float32 matrices
+may be coarser than float32, as torch's own setting says.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -46,6 +49,14 @@ def unrounded(tensor: Tensor) -> Tensor:
 def summed_in(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that products of a dtype are summed in."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+def product(first: Tensor, second: Tensor) -> Tensor:
+    """Return A B [n, ., .] in the dtype that products are summed in."""
+    dtype = summed_in(first.dtype)
+    if first.dtype == dtype:
+        return first @ second
+    return torch.bmm(first, second, out_dtype=dtype) if first.is_cuda else first.to(dtype) @ second.to(dtype)
 
 
 def add_product_(total: Tensor, first: Tensor, second: Tensor, scale: float = 1.0) -> None:
@@ -95,6 +106,27 @@ def mirror_(upper: Tensor) -> Tensor:
         corner.copy_(corner.triu() + corner.triu(1).mT)
         upper[:, stop:, start:stop] = upper[:, start:stop, stop:].mT
     return upper
+
+
+def triangle(matrix: Tensor) -> Tensor:
+    """Return the lower triangle of symmetric matrices [..., F, F], row by row, as [..., F (F + 1) / 2]."""
+    rows = [row.narrow(-1, 0, place) for place, row in enumerate(matrix.unbind(-2), 1)]
+    return torch.cat(rows, -1) if rows else matrix.flatten(-2)
+
+
+def size_of(packed: Tensor) -> int:
+    """Return F for packed triangles [..., F (F + 1) / 2]."""
+    return (math.isqrt(8 * packed.shape[-1] + 1) - 1) // 2
+
+
+def symmetric(packed: Tensor) -> Tensor:
+    """Return the symmetric matrices [..., F, F] of packed triangles [..., F (F + 1) / 2]."""
+    size = size_of(packed)
+    matrix = packed.new_empty(*packed.shape[:-1], size, size)
+    lower = torch.ones(size, size, dtype=torch.bool, device=packed.device).tril_()
+    matrix.masked_scatter_(lower, packed)
+    mirror_(matrix.view(math.prod(packed.shape[:-1]), size, size).mT)
+    return matrix
 
 
 class Gram:

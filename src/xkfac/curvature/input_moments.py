@@ -7,12 +7,23 @@ Whatever is linear in the inputs, the means by location among it, is kept of the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from xkfac.curvature.gram import add_gram, mirror_, rounded, rounds, summed_in, unrounded
+from xkfac.curvature.gram import Gram, add_gram, mirror_, rounded, rounds, summed_in, unrounded
 from xkfac.curvature.patch_gram import PatchGram
 from xkfac.curvature.patches import Patches
+from xkfac.errors import UnitError
+
+# A level of a grouping is the tuple of axes of [groups, N, S, features] over which its blocks extend.
+Level = tuple[int, ...]
+ELEMENT: Level = ()
+LOCATION: Level = (1,)
+EXAMPLE: Level = (2,)
+BATCH: Level = (1, 2)
 
 # On a CPU rows wait for so many of them: a product reads and writes the whole matrix, which is larger than a cache.
 ROOM = 512
@@ -83,6 +94,27 @@ class Rows:
         mirror_(torch.mul(self._total, scale, out=total))
 
 
+@dataclass
+class _Sums:
+    """What is kept of images of one size: sum y [1, C, ...], how many there were, and the origin o [1, C, ...].
+
+    The number is a tensor, so that a recorded graph counts too.
+    """
+
+    sums: Tensor
+    count: Tensor
+    origin: Tensor
+    from_zero: bool
+
+
+def no_mean(name: str, here: int, there: int) -> UnitError:
+    """Return the error of a unit whose numbers of positions differ between batches."""
+    return UnitError(
+        f"unit '{name}' has {here} positions in one batch and {there} in another, so its mean by location is "
+        "undefined; use form='paper', or grouping='pooled'"
+    )
+
+
 def _is_near(image: Tensor, mean: Tensor) -> bool:
     """Whether zero is near enough to images [N, C, ...] of a mean [1, C, ...] for them to be rounded as they are."""
     square = mean.square().sum()
@@ -101,92 +133,144 @@ def _summed(image: Tensor) -> Tensor:
 
 
 class Deviations:
-    """Accumulates the moments of patches of images; `centred`: from the first batch's mean by location, else from zero.
+    """Accumulates the moments of patches x of images, for the levels of K-FAC, or of a grouping in the mean form.
 
-    Where they are centred, all images are of one size. Images that are rounded for their products are taken from zero
-    unless that is far from them, since a difference is more to write than a rounded copy.
+    They are taken from an image that is the same for all batches of one size: y = x - o with the first batch's mean o,
+    or zero for K-FAC and for images that are rounded for their products, unless that is far from them: a difference is
+    more to write than a rounded copy. All groupings share sum y y^T and sum_n y, which is one pass over an image, and
+    what follows from o is added once, at the end. Means over positions are linear in the image, so that they are read
+    off it as well: within an example, sum_s (y - mean y)^2 = sum_s y^2 - S (mean y)^2.
     """
 
-    def __init__(self, patches: Patches, *, centred: bool) -> None:
-        self.patches, self.centred = patches, centred
-        self._origin: Tensor | None = None
-        self._from_zero = False
+    def __init__(self, name: str, patches: Patches, levels: tuple[Level, ...]) -> None:
+        self.name, self.patches = name, patches
+        self.centred = len(levels) > 1
+        self.pooled, self.by_example = BATCH in levels, EXAMPLE in levels
+        self._of: dict[torch.Size, _Sums] = {}
         self._rows: Rows | None = None
         self._gram = PatchGram(patches)
-        # Sums over examples by size of the image, and how many examples: numbers that a recorded graph counts too.
-        self._sums: dict[torch.Size, Tensor] = {}
-        self._counts: dict[torch.Size, Tensor] = {}
-
-    def size(self) -> torch.Size | None:
-        """Return the size that images must have, None where any will do."""
-        return None if self._origin is None else self._origin.shape[2:]
+        # Means of examples, each counting as many as it has positions: of several positions, and of a single one.
+        self._means, self._alone = Gram(), Gram()
 
     def add(self, image: Tensor) -> None:
-        """Take the patches of images [N, C, ...]."""
-        if self.centred and self._origin is None:
-            self._origin = image.mean(0, keepdim=True)
-            self._from_zero = rounds(image) and not self.patches.is_row(image) and _is_near(image, self._origin)
-            if self._from_zero:
-                self._origin.zero_()
-        if not self.centred and self.patches.homogeneous:
-            self._count(image)
-        if self.patches.is_row(image):
-            if self._rows is None:
-                self._rows = Rows(image)
-            self._rows.add(image, self._origin)
+        """Take the patches of images [N, C, ...].
+
+        Raises UnitError for images of several sizes where means are by location.
+        """
+        of = self._of.get(image.shape[2:])
+        if of is None:
+            of = self._first(image)
+        of.count += len(image)
+        if self._rows is not None and self.patches.is_row(image):
+            self._rows.add(image, of.origin if self.centred else None)
             return
-        if self._origin is not None:
-            image = rounded(image if self._from_zero else image - self._origin)
-        self._gram.add(image)
-        sums = _summed(image)
-        known = self._sums.get(image.shape[2:])
-        if known is None:
-            self._sums[image.shape[2:]] = sums
-        else:
-            known += sums
+        if self.centred:
+            image = rounded(image if of.from_zero else image - of.origin)
+        positions = self.patches.positions(image)
+        if self.by_example:
+            (self._means if positions > 1 else self._alone).add(self.patches.averaged(image), positions)
+        if not self.by_example or positions > 1:  # nothing varies within an example of one position
+            self._gram.add(image)
+        of.sums += _summed(image)
 
-    def _count(self, image: Tensor) -> None:
-        if image.shape[2:] not in self._counts:
-            self._counts[image.shape[2:]] = image.new_zeros(())
-        self._counts[image.shape[2:]] += len(image)
-
-    def _totals(self) -> dict[torch.Size, Tensor]:
-        """Return the sums [1, C, ...] over examples by size of the image."""
-        if self._rows is None:
-            return self._sums
-        rows = self._rows.sums().unsqueeze(2)
-        return {**self._sums, rows.shape[2:]: rows}
+    def _first(self, image: Tensor) -> _Sums:
+        """Begin with images of another size."""
+        if self.centred and not self.pooled and self._of:
+            (known,) = self._of
+            raise no_mean(
+                self.name, *(self.patches.positions(image.new_empty(1, 1, *s)) for s in (image.shape[2:], known))
+            )
+        row = self.patches.is_row(image) and not self.pooled
+        if row and self._rows is None:
+            self._rows = Rows(image)
+        none, mean = torch.zeros_like(image[:1]), image.mean(0, keepdim=True)
+        from_zero = not self.centred or (rounds(image) and not row and _is_near(image, mean))
+        of = _Sums(none, image.new_zeros(()), none.clone() if from_zero else mean, from_zero)
+        self._of[image.shape[2:]] = of
+        return of
 
     def settle(self, examples: int) -> None:
         """Move the origin to the mean of the `examples` taken: S - N d d^T, where d is how far it moves."""
-        assert self._origin is not None
+        (of,) = self._of.values()
         if self._rows is not None:
             drift = self._rows.settle(examples).unsqueeze(2)
         else:
-            (sums,) = self._sums.values()
-            drift = sums / examples
+            drift = of.sums / examples
             self._gram.add(unrounded(drift), -float(examples))
-            sums.zero_()
-        self._origin = self._origin + drift
+            of.sums.zero_()
+        of.origin = of.origin + drift
 
-    def origin(self) -> Tensor | None:
-        """Return the patches [groups, 1, S, D] of the origin, the homogeneous coordinate 1; None where it is zero."""
-        return None if self._origin is None else self.patches.unrolled(self._origin)
-
-    def drift(self) -> Tensor | None:
-        """Return the sum of deviations from the origin, [groups, 1, S, D]; None where the origin is zero."""
-        if self._origin is None:
+    def root(self, examples: int) -> Tensor | None:
+        """Return the root R [groups, ., D] of M = R^T R: means by location, or the mean of all; None without a mean."""
+        if not self.centred:
             return None
-        (sums,) = self._totals().values()
-        drift = self.patches.unrolled(sums)
-        if self.patches.homogeneous:
-            drift[..., -1] = 0
-        return drift
+        if self.pooled:
+            reference, mean, weight = self._mean()
+            root: Tensor = F.pad(reference + mean, (0, self.patches.homogeneous), value=1.0)
+            root = root.to(self._like) * float(weight / examples) ** 0.5
+            return root
+        (of,) = self._of.values()
+        sums = of.sums if self._rows is None else self._rows.sums().unsqueeze(2)
+        return self.patches.unrolled(of.origin + sums / examples).flatten(1, 2)
+
+    def factors(self, examples: int) -> list[Tensor]:
+        """Return the input factors of the levels but the last one in the mean form, which is known by its root."""
+        if self.pooled:
+            return self._pooled(examples)
+        if self.centred:
+            self.settle(examples)
+        return [self.sum(1 / examples)]
+
+    def _mean(self) -> tuple[Tensor, Tensor, float]:
+        """Return a point near the mean, how far that is from it, both [groups, 1, features], and the number of x."""
+        moved = [(of, *self._moved(of)) for of in self._of.values()]
+        reference = moved[0][1]
+        weight, total = 0.0, torch.zeros_like(reference)
+        for of, near, sums, positions in moved:
+            weight += float(of.count) * positions
+            total = total + ((near - reference) * float(of.count) + sums) * positions
+        return reference, total / weight, weight
+
+    def _moved(self, of: _Sums) -> tuple[Tensor, Tensor, int]:
+        """Return the mean over positions of an origin and of the sums, [groups, 1, features], and the positions."""
+        near, sums = (self.patches.averaged(unrounded(image))[:, :, 0] for image in (of.origin, of.sums))
+        return near, sums, self.patches.positions(of.sums)
+
+    def _pooled(self, examples: int) -> list[Tensor]:
+        """Return the factors where positions are examples too: within and between examples, or both together."""
+        reference, mean, weight = self._mean()
+        within, features = Gram(), slice(0, self.patches.unit.shape[2] - self.patches.homogeneous)
+        between = self._alone if self.by_example else within
+        for of in self._of.values():
+            count, (near, moved, positions) = float(of.count), self._moved(of)
+            location, sums = (self.patches.unrolled(unrounded(i))[..., features] for i in (of.origin, of.sums))
+            # sum_n (y + o)^2 - y^2, which is (Y + N o)^2 / N - Y^2 / N for the sum Y of y over the examples.
+            _add_shifted(within, sums - moved[:, :, None], location - near[:, :, None], count)
+            _add_shifted(between, moved[:, :, None], (near - reference)[:, :, None], count, positions)
+        between.add(mean[:, :, None], -weight)
+        means = self._means.sum()
+        left = [self._total(self._gram.sum(), within.sum(), None if means is None else -means)]
+        if self.by_example:
+            left.append(self._total(means, between.sum()))
+        pad = self.patches.homogeneous
+        return [F.pad(factor / examples, (0, pad, 0, pad)) for factor in left]
+
+    def _total(self, *parts: Tensor | None) -> Tensor:
+        groups, _, columns = self.patches.unit.shape
+        features = columns - self.patches.homogeneous
+        total = self._like.new_zeros(groups, features, features)
+        for part in parts:
+            total = total if part is None else total + part
+        return total.to(self._like)
+
+    @property
+    def _like(self) -> Tensor:
+        return next(iter(self._of.values())).sums
 
     def sum(self, scale: float = 1.0) -> Tensor:
         """Return scale times the sum of squares [groups, D, D], exactly symmetric."""
         groups, _, columns = self.patches.unit.shape
-        total = next(iter(self._totals().values())).new_empty(groups, columns, columns)
+        total = self._like.new_empty(groups, columns, columns)
         features = columns - self.patches.homogeneous
         inner = total[:, :features, :features]
         if self._rows is None:
@@ -206,8 +290,18 @@ class Deviations:
     def _first_moments(self) -> Tensor:
         """Return the sums of patches over examples and positions, [groups, D], their number as the last."""
         totals = []
-        for size, sums in self._totals().items():
-            patches = self.patches.averaged(sums)[:, 0, 0]
-            patches[:, -1] = self._counts[size]
+        for of in self._of.values():
+            sums = of.sums
+            if self._rows is not None and self.patches.is_row(sums):
+                sums = self._rows.sums().unsqueeze(2)
+            patches = F.pad(self.patches.averaged(sums)[:, 0, 0], (0, 1))
+            patches[:, -1] = of.count
             totals.append(patches * self.patches.positions(sums))
         return torch.stack(totals).sum(0)
+
+
+def _add_shifted(gram: Gram, sums: Tensor, shift: Tensor, count: float, scale: float = 1.0) -> None:
+    """Add what squares of `count` vectors of some sums have more when all are shifted; nothing where none is."""
+    if bool(shift.any()):
+        gram.add(sums + count * shift, scale / count)
+        gram.add(sums, -scale / count)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xkfac.curvature.moments import Draw
 from xkfac.curvature.operator import ENOUGH_DRAWS, Labels, Settings
 from xkfac.curvature.processes import Processes
 from xkfac.curvature.shared_moments import Coupling
@@ -44,20 +45,22 @@ class Cotangents:
         digest = hashlib.blake2b(f"{self.seed} {number}".encode(), digest_size=4).digest()
         self.generator.manual_seed(int.from_bytes(digest, "big"))
 
-    def of(self, output: Tensor, batch: Any) -> Iterator[tuple[Tensor, float, bool]]:
-        """Yield gradients of losses with respect to the output, the weight of each, and whether more may follow."""
+    def of(self, output: Tensor, batch: Any) -> Iterator[tuple[Tensor, Draw, bool]]:
+        """Yield gradients of losses with respect to the output, what each stands for, and whether more may follow."""
+        scale = 1 / self.likelihood.predictions(output)
         if self.labels == "sampled":
-            for draw in range(1, self.draws + 1):
-                yield self.likelihood.score(output, self._sample(output)), 1 / self.draws, draw < self.draws
+            for place in range(self.draws):
+                draw = Draw(scale / self.draws, place, self.draws)
+                yield self.likelihood.score(output, self._sample(output)), draw, place + 1 < self.draws
         elif self.labels == "empirical":
-            yield self.likelihood.score(output, self._given(output, batch)), 1.0, False
+            yield self.likelihood.score(output, self._given(output, batch)), Draw(scale), False
         else:
             for root in self.likelihood.root(output):
                 for example in self._examples(output.shape[0]):
                     one = torch.zeros_like(root)
                     if example is not None:
                         one[example] = root[example]
-                    yield one.to(output.dtype), 1.0, True
+                    yield one.to(output.dtype), Draw(scale), True
 
     def check(self, batch: Any) -> None:
         """Raise XkfacError for true labels that the likelihood cannot have, from the second batch of a shape on.

@@ -20,10 +20,17 @@ product gives the curvature as a sum of terms, one a level:
 where a location's block holds all examples at one position, an example's block all positions of one example. In the
 paper's *form* the means are those of the mini-batch and the finer gradients are centred; in the *mean* form the means
 are those of the population, so the last input factor is a Gram matrix of a few vectors.
+
+Where no example affects another, since BN has the statistics of the population, the gradient factors of example and
+batch have one expectation. The hierarchical grouping then has two terms, or one for units of a single position, with
+the factor that has N times as many samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -33,21 +40,13 @@ from torch import Tensor
 
 from xkfac.curvature.blocks import Term, root_term, symmetrised
 from xkfac.curvature.gram import Gram
-from xkfac.curvature.input_moments import Deviations
+from xkfac.curvature.input_moments import BATCH, ELEMENT, EXAMPLE, LOCATION, Deviations, Level, no_mean
 from xkfac.curvature.patch_gram import PatchGram
 from xkfac.curvature.patches import Patches, unroll
-from xkfac.errors import UnitError
 from xkfac.model.units import Unit
 
 Grouping = Literal["paper", "pooled", "hierarchical"]
 Form = Literal["paper", "mean"]
-Level = tuple[int, ...]
-
-# A level is the tuple of axes of [groups, N, S, features] over which its blocks extend.
-ELEMENT: Level = ()
-LOCATION: Level = (1,)
-EXAMPLE: Level = (2,)
-BATCH: Level = (1, 2)
 
 HELD = 512  # gradients that wait for one product, on a CPU
 
@@ -91,50 +90,79 @@ def _over(blocks: Tensor, level: Level) -> Tensor:
     return blocks.mean(level, keepdim=True) if level else blocks
 
 
-def _beside(passes: list[Tensor]) -> Tensor:
-    return passes[0] if len(passes) == 1 else torch.cat(passes, 1)
+def level_sums(g: Tensor, levels: tuple[Level, ...]) -> list[Tensor]:
+    """Return the sums of g over the blocks of every level, each from those of the level before."""
+    sums = [g]
+    for level in levels[1:]:
+        sums.append(sums[-1].sum(level, keepdim=True))
+    return sums
+
+
+def _uncoupled(element: Term, example: Term, batch: Term) -> tuple[Term, ...]:
+    """Return the terms of a hierarchical grouping where gradients of different examples are independent."""
+    joined = Term(example.left + batch.dense_left, example.right)
+    return (element, joined) if element.left.any() else (joined,)
+
+
+def _beside(passes: Sequence[Tensor]) -> Tensor:
+    return passes[0] if len(passes) == 1 else torch.cat(list(passes), 1)
 
 
 def _blocks(tensor: Tensor) -> int:
     return tensor.shape[1] * tensor.shape[2]
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A backward pass of a batch: what it counts, and which it is `of` how many labels drawn for the batch.
+
+    Every draw is one more sample of H'', and N * S more of H', of which there are many: S positions of one example are
+    alike. So the draws share the positions among them: H' has every position of a batch once, or once per draw where
+    there are fewer positions than draws, and costs what one draw costs.
+    """
+
+    weight: float = 1.0
+    place: int = 0
+    of: int = 1
+
+    def share_of(self, g: Tensor) -> tuple[Tensor, float]:
+        """Return the positions of g [groups, N, S, C] that are this draw's, and what they count in place of all."""
+        step = min(self.of, g.shape[2])
+        first = self.place % step
+        return (g, 1.0) if step == 1 else (g[:, :, first::step], self.of / len(range(first, self.of, step)))
+
+
+ONE = Draw()
+
+
 class Moments:
     """Accumulates the factors of a unit over batches, for one grouping and form.
 
+    coupled: whether the examples of a mini-batch affect each other.
     Input factors are sums, gradient factors averages over positions, both per example, as the paper has them for
     convolutions. Batches count by their number of examples. Inputs come as x, or as images of which x are the patches;
     the factors are the same.
     """
 
-    def __init__(self, name: str, levels: tuple[Level, ...], form: Form) -> None:
+    def __init__(self, name: str, levels: tuple[Level, ...], form: Form, *, coupled: bool = True) -> None:
         self.name = name
         self.levels = levels
+        self._coupled = coupled
         self.population = form == "mean" and len(levels) > 1
         self._left = [Gram() for _ in levels]
         self._right = [Gram() for _ in levels]
-        self._positions = 1
         # In the mean form inputs are taken from a fixed point, the first batch's mean, and the population's mean is
         # known at the end: the covariance is then no difference of large numbers, and no batch is looked at twice.
         self._first: Tensor | None = None
         self._moved: Tensor | None = None
-        self._images: _Images | None = None
+        self._weight: Tensor | None = None  # a number of means, which a recorded graph counts too
+        self._images: PatchGram | None = None
         self._deviations: Deviations | None = None
         # On a CPU gradients of one position an example are held until there are enough of them, as they are: nobody
         # changes a gradient that another has, and a few large operations take less time than many small ones.
         self._held: list[Tensor] = []
         self._rows = 0
-        self._weight = 1.0
-
-    @property
-    def _origin(self) -> Tensor | None:
-        """That point [groups, 1, ., D]; None but in the mean form."""
-        return self._first if self._deviations is None else self._deviations.origin()
-
-    @property
-    def _drift(self) -> Tensor | None:
-        """The sum over examples of what a batch's mean is away from the origin, of its shape."""
-        return self._moved if self._deviations is None else self._deviations.drift()
+        self._draw = ONE
 
     def add_inputs(self, x: Tensor) -> None:
         """Take the inputs x [groups, N, S, D] of one batch."""
@@ -143,40 +171,22 @@ class Moments:
         coarse = self._add_means(means[1:], examples, positions)
         self._left[0].add(x - coarse[0] if coarse else x)
 
-    def add_images(self, image: Tensor, patches: Patches) -> None:
-        """Take the inputs of one batch as the patches of an image [N, C, ...], which are not written out."""
-        positions = patches.positions(image)
-        if self.levels == KFAC or (self.population and self.levels[1] == LOCATION):
-            self._add_deviations(image, patches, positions)
-            return
-        if EXAMPLE in self.levels[1:2] and positions == 1:  # nothing varies within an example
-            self.add_inputs(patches.unrolled(image))
-            return
-        if self._images is None:
-            self._images = _Images(patches)
+    def images(self, patches: Patches) -> Callable[[Tensor], None]:
+        """Return what takes the inputs of a batch as images [N, C, ...], of which x are the patches."""
+        if self.population or self.levels == KFAC:
+            self._deviations = Deviations(self.name, patches, self.levels)
+            return self._deviations.add
+        if self.levels[1] == LOCATION:
+            self._images = PatchGram(patches)
+            return partial(self._add_centred, patches)
+        return lambda image: self.add_inputs(patches.unrolled(image))
+
+    def _add_centred(self, patches: Patches, image: Tensor) -> None:
+        """Take images from the mini-batch's means by location."""
+        assert self._images is not None
         mean = image.mean(0, keepdim=True)
-        means = [self._images.over(image, mean, level) for level in self.levels[1:]]
-        coarse = self._add_means(means, image.shape[0], positions)
-        deviations = self._images.add(image, mean)
-        if self.levels[1] != LOCATION:
-            self._add_between(patches.unrolled(mean), coarse[0], image.shape[0])
-            if self.levels[1] == EXAMPLE:
-                self._left[0].add(patches.averaged(deviations, homogeneous=0.0), -positions)
-
-    def _add_deviations(self, image: Tensor, patches: Patches, positions: int) -> None:
-        """Take images where there is nothing but A, or S and M: from a fixed image, be it zero."""
-        if self._deviations is None:
-            self._deviations, self._positions = Deviations(patches, centred=self.population), positions
-        size = self._deviations.size()
-        if size is not None and size != image.shape[2:]:
-            raise self._no_mean(positions, self._positions)
-        self._deviations.add(image)
-
-    def _no_mean(self, here: int, there: int) -> UnitError:
-        return UnitError(
-            f"unit '{self.name}' has {here} positions in one batch and {there} in another, so its mean by location is "
-            "undefined; use form='paper', or grouping='pooled'"
-        )
+        self._images.add(image - mean)
+        self._left[1].add(patches.unrolled(mean), len(image))
 
     def _add_means(self, means: list[Tensor], examples: int, positions: int) -> list[Tensor]:
         """Take the means of the levels but the first; return them, the last from the population in the mean form."""
@@ -190,62 +200,54 @@ class Moments:
             total.add(part, examples * positions / _blocks(part))
         return means
 
-    def _add_between(self, location: Tensor, coarse: Tensor, examples: int) -> None:
-        """Add what deviations x - `coarse` have beyond x - `location`, the batch's means by location [groups, 1, S, D].
-
-        With x = y + location, where y sums to zero over the examples at each location, the squares of deviations from
-        one point are those of y and those of the locations. Deviations from an example's mean lack its own square, of
-        y averaged over positions.
-        """
-        self._left[0].add(location - coarse.mean(1, keepdim=True), examples)
-
     def _from_origin(self, mean: Tensor, examples: int, positions: int) -> Tensor:
-        """Return the origin, having noted how far a batch's mean is from it."""
-        if self._first is None or self._moved is None:
-            self._first, self._moved, self._positions = mean, torch.zeros_like(mean), positions
+        """Return the origin, having noted how far a batch's mean is from it; one of all positions counts as many."""
+        if self._first is None or self._moved is None or self._weight is None:
+            self._first, self._moved, self._weight = mean, torch.zeros_like(mean), mean.new_zeros(())
         if mean.shape != self._first.shape:
-            raise self._no_mean(mean.shape[2], self._first.shape[2])
-        self._moved.add_(mean - self._first, alpha=examples)
+            raise no_mean(self.name, mean.shape[2], self._first.shape[2])
+        weight = examples * positions / mean.shape[2]
+        self._moved.add_(mean - self._first, alpha=weight)
+        self._weight += weight
         return self._first
 
-    def add_gradients(self, g: Tensor, weight: float = 1.0) -> None:
-        """Take the gradients g [groups, N, S, C] of one backward pass, which counts `weight`."""
-        weight /= g.shape[2]
+    def add_gradients(self, g: Tensor, draw: Draw = ONE) -> None:
+        """Take the gradients g [groups, N, S, C] of one backward pass."""
         alone = self.population or len(self.levels) == 1  # no level is taken from the mean of a batch
         if g.is_cuda or g.shape[2] > 1 or not alone:
-            self._add_gradients([g], weight)
+            self._add_gradients([g], draw)
             return
-        if weight != self._weight:
+        if draw.weight != self._draw.weight:
             self._release()
         self._held.append(g)
-        self._weight, self._rows = weight, self._rows + g.shape[1]
+        self._draw, self._rows = draw, self._rows + g.shape[1]
         if self._rows >= HELD:
             self._release()
 
     def _release(self) -> None:
         """Take the gradients that are held."""
         if self._held:
-            self._add_gradients(self._held, self._weight)
+            self._add_gradients(self._held, self._draw)
         self._held, self._rows = [], 0
 
-    def _add_gradients(self, passes: list[Tensor], weight: float) -> None:
+    def _add_gradients(self, passes: list[Tensor], draw: Draw) -> None:
         """Take the gradients of backward passes; of several there is one position an example, and no mean is taken."""
-        sums = [_beside([g.sum(level, keepdim=True) if level else g for g in passes]) for level in self.levels]
-        for total, part, coarser in zip(self._right, sums, [*sums[1:], None], strict=True):
-            count = 1 if coarser is None or self.population else _blocks(part) // _blocks(coarser)
-            if coarser is None or count == 1:
-                total.add(part, weight)
-            else:  # (n H_k - H_{k+1}) / (n - 1), n blocks of this level in one of the next, as a Gram matrix
-                total.add(part - coarser / count, weight * count / (count - 1))
+        sums = [_beside(level) for level in zip(*(level_sums(g, self.levels) for g in passes), strict=True)]
+        counts = [1 if self.population else _blocks(a) // _blocks(b) for a, b in pairwise(sums)]
+        self._add_squares(sums, [*counts, 1], draw, [1.0] * len(sums))
 
-    def _input_factors(self) -> list[Tensor]:
-        """Return the sums of the levels' input factors; in the mean form there is none of the last."""
-        if self._deviations is not None:
-            return [self._deviations.sum()]
-        first, *others = [gram.sum() for gram in self._left]
-        if self._images is not None:
-            first = self._images.sum() if first is None else first + self._images.sum()
-        return [factor for factor in (first, *others) if factor is not None]
+    def _add_squares(self, sums: list[Tensor], counts: list[int], draw: Draw, shares: list[float]) -> None:
+        """Add the squares of the levels' sums, of which `counts` are one of the next level, each counting its share."""
+        positions = sums[0].shape[2]
+        for place, (total, part, count, share) in enumerate(zip(self._right, sums, counts, shares, strict=True)):
+            weight = share * draw.weight / positions
+            if count > 1:  # (n H_k - H_{k+1}) / (n - 1), n blocks of this level in one of the next, as a Gram matrix
+                part = part - sums[place + 1] / count
+                weight *= count / (count - 1)
+            if place == 0:
+                part, counted = draw.share_of(part)
+                weight *= counted
+            total.add(part, weight)
 
     def _gradient_factors(self) -> list[Tensor | None]:
         """Return the sums of the levels' gradient factors, None where no gradient ever arrived."""
@@ -263,46 +265,33 @@ class Moments:
         none = left[0].new_zeros(left[0].shape[0], rows, rows)
         right = [none if factor is None else factor.div_(examples) for factor in self._gradient_factors()]
         self._left, self._right, self._images, self._deviations = [], [], None, None
-        terms = [Term(a, h) for a, h in zip(left, right, strict=False)]
-        return tuple(terms) if root is None else (*terms, root_term(root, right[-1]))
+        return self._terms(left, right, root)
+
+    def _terms(self, left: list[Tensor], right: list[Tensor], root: Tensor | None) -> tuple[Term, ...]:
+        terms = tuple(Term(a, h) for a, h in zip(left, right, strict=False))
+        if root is not None:
+            terms = (*terms, root_term(root, right[-1]))
+        return terms if self._coupled or self.levels != GROUPINGS["hierarchical"] else _uncoupled(*terms)
 
     def _left_factors(self, examples: int) -> tuple[list[Tensor], Tensor | None]:
         """Return the input factors, and in the mean form the root of the last [groups, ., D] instead of it."""
+        root = self._root_of_means(examples)
         if self._deviations is not None:
-            if self.population:
-                self._deviations.settle(examples)
-            origin = self._deviations.origin()
-            return [self._deviations.sum(1 / examples)], None if origin is None else origin.flatten(1, 2)
-        left = [factor / examples for factor in self._input_factors()]
-        if self._first is None or self._moved is None:
-            return left, None
-        scale = (self._positions / self._first.shape[2]) ** 0.5
-        drift = (self._moved / examples * scale).flatten(1, 2)
-        left[-1] = left[-1] - symmetrised(drift.mT @ drift)
-        return left, self._first.flatten(1, 2) * scale + drift
+            return self._deviations.factors(examples), root
+        sums = [gram.sum() for gram in self._left]
+        if self._images is not None:  # deviations have no homogeneous coordinate
+            inner, last = self._images.sum(), self._images.patches.homogeneous
+            sums[0] = None if inner is None else F.pad(inner, (0, last, 0, last))
+        left = [factor / examples for factor in sums if factor is not None]
+        if self._moved is not None and self._weight is not None:
+            drift = (self._moved / (self._weight * examples) ** 0.5).flatten(1, 2)
+            left[-1] = left[-1] - symmetrised(drift.mT @ drift)
+        return left, root
 
-
-class _Images:
-    """Accumulates the Gram matrix of deviations of patches from their means by location, batch by batch."""
-
-    def __init__(self, patches: Patches) -> None:
-        self.patches = patches
-        self._gram = PatchGram(patches)
-
-    def over(self, image: Tensor, mean: Tensor, level: Level) -> Tensor:
-        """Return means [groups, ., ., D] of an image's patches over a level, where `mean` is the image's over N."""
-        if level == LOCATION:
-            return self.patches.unrolled(mean)
-        return self.patches.averaged(image if level == EXAMPLE else mean)
-
-    def add(self, image: Tensor, mean: Tensor) -> Tensor:
-        """Take an image [N, C, ...] with its mean [1, C, ...]; return its deviations."""
-        deviations = image - mean
-        self._gram.add(deviations)
-        return deviations
-
-    def sum(self) -> Tensor:
-        """Return the sum [groups, D, D]; deviations have no homogeneous coordinate."""
-        total = self._gram.sum()
-        assert total is not None
-        return F.pad(total, (0, 1, 0, 1)) if self.patches.homogeneous else total
+    def _root_of_means(self, examples: int) -> Tensor | None:
+        """Return the root R [groups, ., D] of M = R^T R from the examples taken; None but in the mean form."""
+        if self._deviations is not None:
+            return self._deviations.root(examples)
+        if self._first is None or self._moved is None or self._weight is None:
+            return None
+        return ((self._first + self._moved / self._weight) * (self._weight / examples) ** 0.5).flatten(1, 2)

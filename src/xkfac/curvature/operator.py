@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
 from xkfac.curvature.blocks import Block, KhatriRao, Kronecker, assemble, is_zero, khatri_rao, parts
-from xkfac.curvature.moments import GROUPINGS, KFAC, Form, Grouping, Level
+from xkfac.curvature.input_moments import Level
+from xkfac.curvature.moments import GROUPINGS, KFAC, Form, Grouping
 from xkfac.errors import XkfacError
 from xkfac.model.passes import Statistics
 
@@ -27,7 +28,7 @@ class Settings:
 
     kind: `xkfac` or `kfac` factors, the `diagonal` (EWC, from batch gradients), or `corrected`: the Fisher's exact
         variances in a Kronecker eigenbasis (two passes over the data).
-    form, grouping: which XK-FAC (see `xkfac.factors`): the paper's, or `mean`, and `pooled`, `hierarchical`.
+    form, grouping: which XK-FAC (see `curvature.moments`): the paper's, or `mean`, and `pooled`, `hierarchical`.
     labels: `sampled` from the model (unbiased, one backward pass a draw); `exact`, all examples and classes (for tests
         and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
         fits its training data.
@@ -84,6 +85,18 @@ class Settings:
     def levels(self) -> tuple[Level, ...]:
         """The chain of partitions that the factors follow."""
         return KFAC if self.kind == "kfac" else GROUPINGS[self.grouping]
+
+
+class SettingsOptions(TypedDict, total=False):
+    """The fields of `Settings` that a call can give one by one, with their types."""
+
+    kind: CurvatureKind
+    form: Form
+    grouping: Grouping
+    labels: Labels
+    draws: int | None
+    statistics: Statistics
+    cross_layer: bool
 
 
 @dataclass(frozen=True)
@@ -166,9 +179,9 @@ class Curvature:
     ) -> Curvature:
         """Return own * (this) + others * (the other): the postprocessing of the paper.
 
-        Terms are averaged (see `xkfac.averaging`), at constant size, or with `keep_all` all are kept, which is exact. A
-        unit that only one side has counts as zero on the other. `homogeneous`: the units whose inputs are extended by
-        a 1, which averages of means go by.
+        Terms are averaged (see `curvature.averaging`), at constant size, or with `keep_all` all are kept, which is
+        exact. A unit that only one side has counts as zero on the other. `homogeneous`: the units whose inputs are
+        extended by a 1, which averages of means go by.
 
         Raises XkfacError when the two were estimated in ways that do not add up.
         """

@@ -65,13 +65,15 @@ class PatchGram:
         of = self._of.get(image.shape[2:])
         if of is None:
             of = self._of[image.shape[2:]] = _OfSize(self.patches, image, self.way)
-        of.add(rounded(image), scale)
+        image = torch.unflatten(rounded(image), 1, (of.groups, of.channels))
+        for part in of.parts:
+            part.add(image, scale)
 
     def sum(self) -> Tensor | None:
         """Return the sum [groups, C / groups * K, ...], ordered as in a weight, exactly symmetric; None if nothing."""
         for of in self._of.values():
             columns = of.channels * math.prod(of.kernel)
-            total = of.like.new_empty(of.groups, columns, columns)
+            total = of.like.new_empty(of.groups, columns, columns, dtype=summed_in(of.like.dtype))
             self.into(total)
             return total
         return None
@@ -96,12 +98,6 @@ class _OfSize:
         self.parts: Sequence[_Unrolled | _Lags]
         self.parts = [_Unrolled(axes)] if self.way == "unrolled" else _parts(axes, self.way)
         self.whole = [axis.taps for axis in axes] == list(self.kernel) and self.parts[0].whole
-
-    def add(self, image: Tensor, scale: float) -> None:
-        """Take images [N, C, ...]."""
-        image = torch.unflatten(image, 1, (self.groups, self.channels))
-        for part in self.parts:
-            part.add(image, scale)
 
     def into(self, total: Tensor, scale: float, *, fresh: bool) -> None:
         """Add scale times the sum to `total`, zero for taps that reach no image; what a `fresh` one holds is void."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xkfac.curvature.gram import product
 from xkfac.model.tracing import Convolution
 from xkfac.model.units import Unit
 
@@ -98,7 +100,7 @@ class Patches:
         self.unit = unit
         self.groups, self.homogeneous = unit.shape[0], unit.homogeneous
         self.convolution = unit.convolution or _POINT
-        self._averages: dict[torch.Size, list[Tensor]] = {}
+        self._reads: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def image(self, input: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a unit's input as an image, without a copy where it has the right type."""
@@ -127,24 +129,27 @@ class Patches:
             return F.pad(x, (0, 1), value=1.0) if self.homogeneous else x
         return unroll(image, self.convolution, self.groups, homogeneous=self.homogeneous)
 
-    def averaged(self, image: Tensor, homogeneous: float = 1.0) -> Tensor:
-        """Return the patches' means over positions, [groups, N, 1, D], from the image itself.
+    def averaged(self, image: Tensor) -> Tensor:
+        """Return the patches' means over positions, [groups, N, 1, D], from the image itself, read once.
 
-        `homogeneous` is the mean of the homogeneous coordinate: 0 for an image of deviations.
+        The homogeneous coordinate is left out.
         """
-        averages = self._averages.get(image.shape[2:])
-        if averages is None:
-            averages = [self._average(axis, image) for axis in axes_of(self.convolution, image.shape[2:])]
-            self._averages[image.shape[2:]] = averages
-        means = image
-        for average in averages:  # each takes the first spatial axis away and appends one of taps
-            means = torch.tensordot(means, average, ([2], [0]))
-        means = means.reshape(image.shape[0], self.groups, 1, -1).transpose(0, 1)
-        return F.pad(means, (0, 1), value=homogeneous) if self.homogeneous else means
+        space = image.shape[2:]
+        if (space, image.dtype) not in self._reads:
+            reads = reduce(torch.kron, [_reads(axis) for axis in axes_of(self.convolution, space)])
+            self._reads[space, image.dtype] = reads.to(image)
+        reads = self._reads[space, image.dtype]
+        last = image.movedim(1, -1)
+        if last.is_contiguous():
+            sums = product(reads.mT.expand(len(image), -1, -1), last.flatten(1, -2)).mT
+        else:
+            sums = product(image.reshape(1, -1, space.numel()), reads[None])
+        return (sums / self.positions(image)).reshape(len(image), self.groups, 1, -1).transpose(0, 1)
 
-    def _average(self, axis: Axis, image: Tensor) -> Tensor:
-        """Return [size, taps]: which share of a tap's positions reads a pixel."""
-        average = torch.zeros(axis.size, axis.taps, dtype=image.dtype)
-        for tap in range(axis.taps):
-            average[axis.pixels(tap), tap] = 1 / axis.positions
-        return average.to(image.device)
+
+def _reads(axis: Axis) -> Tensor:
+    """Return [size, taps]: at how many positions a tap reads a pixel. These numbers are exact in any dtype."""
+    reads = torch.zeros(axis.size, axis.taps)
+    for tap in range(axis.taps):
+        reads[axis.pixels(tap), tap] = 1
+    return reads

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from xkfac.curvature.gram import mirror_
+from xkfac.curvature.gram import symmetric, triangle
 from xkfac.errors import XkfacError
 from xkfac.model.passes import device_of, parallel_of, unwrap
 
@@ -57,12 +57,12 @@ class Layout:
 
     def packed(self, tensor: Tensor) -> Tensor:
         """Return the numbers that travel, in one dimension."""
-        return (folded(tensor) if self.symmetric else tensor).reshape(-1)
+        return (triangle(tensor) if self.symmetric else tensor).reshape(-1)
 
     def unpacked(self, flat: Tensor) -> Tensor:
         """Return the tensor of numbers that arrived, a copy."""
         if self.symmetric:
-            return unfolded(flat.view(self.shape[0], -1), self.shape[1])
+            return symmetric(flat.view(self.shape[0], -1))
         return flat.view(self.shape).clone()
 
 
@@ -218,31 +218,3 @@ def _fingerprint(tensor: Tensor) -> tuple[int, int]:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = flat.contiguous().reshape(-1).view(integers[flat.element_size()])
     return int(bits.sum(dtype=torch.int64)), int(bits[::2].sum(dtype=torch.int64))
-
-
-# Symmetric matrices as triangles that lie in memory without gaps, folded by blocks: no table of indices is needed. With
-# F = h + k and h = F // 2, the matrix has the blocks T [h, h], S [h, k] and C [k, k] on and above its diagonal. S is
-# kept as it is. The upper triangle of C and the lower one of T, moved down by a row, fill a rectangle [h + 1, k]:
-# F (F + 1) / 2 numbers in all.
-
-
-def folded(matrix: Tensor) -> Tensor:
-    """Return the triangles [groups, F (F + 1) / 2] of symmetric matrices [groups, F, F]."""
-    size = matrix.shape[-1]
-    half = size // 2
-    rectangle = matrix.new_zeros(matrix.shape[0], half + 1, size - half)
-    rectangle[:, : size - half] = matrix[:, half:, half:].triu()
-    rectangle[:, 1:, :half] += matrix[:, :half, :half].tril()
-    return torch.cat([matrix[:, :half, half:].flatten(1), rectangle.flatten(1)], 1)
-
-
-def unfolded(triangle: Tensor, size: int) -> Tensor:
-    """Return the symmetric matrices [groups, F, F] of triangles [groups, F (F + 1) / 2], for F = `size`."""
-    half = size // 2
-    side, rectangle = torch.split(triangle, [half * (size - half), (half + 1) * (size - half)], 1)
-    rectangle = rectangle.view(len(triangle), half + 1, size - half)
-    matrix = triangle.new_empty(triangle.shape[0], size, size)
-    matrix[:, :half, half:] = side.view(len(triangle), half, size - half)
-    matrix[:, half:, half:] = rectangle[:, : size - half]
-    matrix[:, :half, :half] = rectangle[:, 1:, :half].mT
-    return mirror_(matrix)  # what lies below the diagonal so far belongs to the other block

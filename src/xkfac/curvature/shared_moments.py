@@ -12,15 +12,17 @@ processes have it once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xkfac.curvature.blocks import Term, root_term
-from xkfac.curvature.moments import Form, Level, Moments
+from xkfac.curvature.blocks import Term
+from xkfac.curvature.input_moments import Level
+from xkfac.curvature.moments import ONE, Draw, Form, Moments, level_sums
 from xkfac.curvature.patches import Patches
 from xkfac.curvature.processes import Layout, Processes
 from xkfac.errors import XkfacError
@@ -123,8 +125,10 @@ def coupling_of(model: nn.Module, processes: Processes | None) -> Coupling | Non
 class SharedMoments(Moments):
     """Moments of which every process has a part; with a coupling its mini-batches are parts of larger ones."""
 
-    def __init__(self, name: str, levels: tuple[Level, ...], form: Form, coupling: Coupling | None) -> None:
-        super().__init__(name, levels, form)
+    def __init__(
+        self, name: str, levels: tuple[Level, ...], form: Form, coupling: Coupling | None, *, coupled: bool = True
+    ) -> None:
+        super().__init__(name, levels, form, coupled=coupled)
         self.coupling = coupling
         self._sums: list[Tensor] | None = None
         self._root: Tensor | None = None
@@ -139,12 +143,11 @@ class SharedMoments(Moments):
         coarse = self._add_means(means, x.shape[1], x.shape[2])
         self._left[0].add(x - coarse[0] if coarse else x)
 
-    def add_images(self, image: Tensor, patches: Patches) -> None:
-        """Take the inputs of a part of a batch as the patches of an image [n, C, ...]."""
+    def images(self, patches: Patches) -> Callable[[Tensor], None]:
+        """Return what takes images, as `Moments` does; means of a whole mini-batch need their patches written out."""
         if self.coupling is None or self.population or len(self.levels) == 1:
-            super().add_images(image, patches)
-        else:
-            self.add_inputs(patches.unrolled(image))
+            return super().images(patches)
+        return lambda image: self.add_inputs(patches.unrolled(image))
 
     def _mean(self, x: Tensor, level: Level) -> Tensor:
         if 1 not in level:
@@ -152,23 +155,17 @@ class SharedMoments(Moments):
         assert self.coupling is not None
         return self.coupling.total(x.mean(level, keepdim=True) * self.coupling.share)
 
-    def add_gradients(self, g: Tensor, weight: float = 1.0) -> None:
-        """Take the gradients g [groups, n, S, C] of one backward pass, which counts `weight`."""
+    def add_gradients(self, g: Tensor, draw: Draw = ONE) -> None:
+        """Take gradients as `Moments` does; with a coupling, sums over examples run over the whole mini-batch."""
         if self.coupling is None:
-            super().add_gradients(g, weight)
+            super().add_gradients(g, draw)
             return
-        weight /= g.shape[2]
-        sums = [g.sum(level, keepdim=True) if level else g for level in self.levels]
-        sums = [self.coupling.total(s) if 1 in level else s for s, level in zip(sums, self.levels, strict=True)]
+        across = [1 in level for level in self.levels]
+        own = zip(level_sums(g, self.levels), across, strict=True)
+        sums = [self.coupling.total(part) if one else part for part, one in own]
         blocks = [self._blocks(g, level) for level in self.levels]
-        for place, (total, part) in enumerate(zip(self._right, sums, strict=True)):
-            counted = weight * (self.coupling.share if 1 in self.levels[place] else 1)
-            last = place == len(sums) - 1
-            count = 1 if last or self.population else blocks[place] // blocks[place + 1]
-            if count == 1:
-                total.add(part, counted)
-            else:  # as in `Moments`, with the blocks of the whole mini-batch
-                total.add(part - sums[place + 1] / count, counted * count / (count - 1))
+        counts = [1 if self.population else fine // coarse for fine, coarse in pairwise(blocks)]
+        self._add_squares(sums, [*counts, 1], draw, [self.coupling.share if one else 1.0 for one in across])
 
     def _blocks(self, g: Tensor, level: Level) -> int:
         """Return the number of blocks that a level has in the whole mini-batch."""
@@ -186,14 +183,7 @@ class SharedMoments(Moments):
 
     def root(self, examples: int) -> Tensor | None:
         """Return the root R [groups, r, D] of M = R^T R from this process's examples; None but in the mean form."""
-        if self._origin is None or self._drift is None:
-            return None
-        return self._scaled(self._origin + self._drift / examples)
-
-    def _scaled(self, means: Tensor) -> Tensor:
-        """Return means [groups, ., ., D] as a root: those of a whole batch stand for all positions."""
-        scale: float = (self._positions / means.shape[2]) ** 0.5
-        return (means * scale).flatten(1, 2)
+        return self._root_of_means(examples)
 
     def sums(self, rows: int, examples: int, root: Tensor | None) -> list[Tensor]:
         """Return this process's sums over its examples; inputs are taken from the means of all, `root`, if given."""
@@ -216,5 +206,4 @@ class SharedMoments(Moments):
             return super().terms(rows, examples)
         right = [factor / examples for factor in self._sums[-len(self.levels) :]]
         left = [factor / examples for factor in self._sums[: -len(self.levels)]]
-        terms = [Term(a, h) for a, h in zip(left, right, strict=False)]
-        return tuple(terms) if self._root is None else (*terms, root_term(self._root, right[-1]))
+        return self._terms(left, right, self._root)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import difflib
 import errno
 import json
 import os
-import secrets
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from xkfac.errors import XkfacError
+from xkfac.files import replacing
 
 LARGEST_TEXT = 2**24  # bytes of a recipe, of run.json, of one choice; real ones have some thousands
 _LONGEST_NAME = 255  # bytes; that of all usual file systems
+_LONGEST_WORD = 100  # a longer one resembles nothing, and comparing it takes long
 LARGEST_RECORD = 2**30  # bytes of events and other files that grow with a run
 
 
@@ -110,24 +112,12 @@ def parse_json(content: bytes) -> Any:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file, replacing what is there only once all is on disk.
-
-    Raises OSError when that fails; what was at `path` is then as it was.
-    """
-    temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
-    try:
+    """Write a file, replacing what is there only once all is on disk; raises OSError when that fails."""
+    with replacing(path) as temporary:
         temporary.write_bytes(content)
-        flush(temporary)
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
-def flush(path: Path) -> None:
-    """Bring a file onto the disk."""
-    handle = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a remark that suggests the nearest known name, if one is near."""
+    close = difflib.get_close_matches(name, list(known), 1, 0.5) if len(name) <= _LONGEST_WORD else []
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -30,7 +30,7 @@ def forward(model: nn.Module, batch: Any) -> Tensor:
     return output
 
 
-class XKFACPlugin(SupervisedPlugin, supports_distributed=True):  # type: ignore[call-arg]
+class XKFACPlugin(SupervisedPlugin, supports_distributed=True):  # type: ignore[call-arg, misc]
     """Keeps what a model has learnt in earlier experiences: `Naive(model, optimizer, plugins=[XKFACPlugin()])`.
 
     The memory of the first experience is calibrated unless `calibrate=False` or a `strength` is given; options of
@@ -84,7 +84,7 @@ class XKFACPlugin(SupervisedPlugin, supports_distributed=True):  # type: ignore[
         self.tasks.load_state_dict(state)
 
 
-class XKFACRegularization(RegularizationMethod):
+class XKFACRegularization(RegularizationMethod):  # type: ignore[misc]
     """The same for an `Agent` with a `model`: `agent.reg = XKFACRegularization()`, `loss = agent.reg(loss)`.
 
     Make it the last attribute that adapts, after the model and the optimizer. batch_size: of the passes over the

@@ -16,7 +16,7 @@ except ImportError as error:
     raise ImportError(f"{error}; install it by: pip install 'xkfac[curvlinops]'", name=error.name) from error
 
 
-class CurvatureLinearOperator(PyTorchLinearOperator):
+class CurvatureLinearOperator(PyTorchLinearOperator):  # type: ignore[misc]
     """J^T H J on the parameters that take gradients, in their order, for H the curvature of a memory.
 
     J is the derivative of the merged weights at the model's parameters and population statistics, so that a layer and

@@ -94,7 +94,7 @@ def _block_diagonal(blocks: Iterable[Tensor]) -> Tensor:
     return found
 
 
-class XKFACLaplace(KronLaplace):
+class XKFACLaplace(KronLaplace):  # type: ignore[misc]
     """Laplace's `KronLaplace` with the curvature of a memory, for networks with BN: `fit`, then use it as any other.
 
     BN normalises with population statistics, and gamma and beta are uncertain as the weights are. memory: that of the

@@ -16,7 +16,7 @@ except ImportError as error:
     raise ImportError(f"{error}; run this in a clone of github.com/aimagelab/mammoth", name=error.name) from error
 
 
-class XKFAC(ContinualModel):
+class XKFAC(ContinualModel):  # type: ignore[misc]
     """Keeps what the backbone has learnt in earlier tasks: `python main.py --model xkfac ...`.
 
     The penalty is calibrated after the first task unless `--xkfac_strength` is given. `--xkfac_memory FILE` saves the

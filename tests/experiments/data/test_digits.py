@@ -505,44 +505,6 @@ def test_permutations_differ_between_all_tasks_and_seeds():
     assert digits.permutation(10, 0, 1).tolist() == [8, 3, 9, 6, 2, 0, 1, 7, 4, 5]  # the same on any platform
 
 
-@pytest.mark.parametrize("seed", [0, 7])
-def test_the_first_task_has_the_original_images(seed):
-    parts = digits.load("digits", None, validation=100)
-    assert parts.permuted(digits.permutation(64, seed, 0)).train.x is parts.train.x
-
-
-def test_permuted_moves_columns_of_all_parts_alike_and_shares_labels():
-    parts = digits.load("digits", None, validation=100)
-    order = digits.permutation(64, 0, 1)
-    before = parts.train.x.clone()
-    found = parts.permuted(order)
-    for name in ("train", "validation", "test"):
-        old, new = getattr(parts, name), getattr(found, name)
-        assert new.y is old.y
-        assert new.x.is_contiguous()
-        for column in range(64):
-            assert torch.equal(new.x[:, column], old.x[:, order[column]])
-    assert torch.equal(parts.train.x, before)
-    back = found.permuted(order.argsort())
-    assert torch.equal(back.test.x, parts.test.x)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        torch.arange(63),
-        torch.arange(65),
-        torch.zeros(64, dtype=torch.int64),
-        torch.arange(64.0),
-        torch.arange(64)[None],
-    ],
-)
-def test_what_is_no_permutation_of_the_features_is_refused(wrong):
-    parts = digits.load("digits", None, validation=100)
-    with pytest.raises(DataError, match="does not hold each of the 64 features once"):
-        parts.permuted(wrong)
-
-
 def part_of(count):
     return Part(torch.arange(float(count))[:, None], torch.arange(count))
 
@@ -592,13 +554,11 @@ def test_parts_move_and_nothing_depends_on_the_default_device():
     moved = parts.to("meta")
     assert {part.x.device.type for part in (moved.train, moved.validation, moved.test)} == {"meta"}
     assert {part.y.device.type for part in (moved.train, moved.validation, moved.test)} == {"meta"}
-    permuted = moved.permuted(digits.permutation(64, 0, 1))
-    assert (permuted.test.x.device.type, permuted.test.x.shape) == ("meta", (400, 64))
     with torch.device("meta"):
-        again = digits.load("digits", None, validation=100).permuted(digits.permutation(64, 0, 1))
+        again = digits.load("digits", None, validation=100)
         order = digits.batches(len(again.train), 32, seed=0, task=0, epoch=0)
     assert {tensor.device.type for tensor in (again.train.x, again.test.y, order)} == {"cpu"}
-    assert torch.equal(again.train.x, parts.permuted(digits.permutation(64, 0, 1)).train.x)
+    assert torch.equal(again.train.x, parts.train.x)
 
 
 def test_mnist_does_not_depend_on_the_default_device(tmp_path, small):

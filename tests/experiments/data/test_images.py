@@ -16,8 +16,7 @@ from PIL import Image
 
 from tests.helpers.made_up_images import CLASSES, all_of, decodings, load, make_tree, picture, same, zipped
 from xkfac.experiments.data import images
-from xkfac.experiments.data.digits import DataError
-from xkfac.experiments.data.images import PictureParts
+from xkfac.experiments.data.digits import DataError, Parts
 from xkfac.experiments.data.trees import Tree
 
 
@@ -33,7 +32,7 @@ def tree(tmp_path):
 
 def test_parts_hold_the_pictures_of_their_files(tree):
     parts = load(tree)
-    assert isinstance(parts, PictureParts)
+    assert isinstance(parts, Parts)
     train, aside = Tree.read(tree).split(0.25)
     for part, entries, first in ((parts.train, train, 0), (parts.validation, aside, 0), (parts.test, None, 500)):
         entries = Tree.read(tree).test if entries is None else entries

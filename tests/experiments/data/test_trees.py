@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.made_up_images import CLASSES, decodings, load, make_tree, picture, same, save, zipped
 from xkfac.experiments.data.digits import DataError
-from xkfac.experiments.data.trees import Entry, Tree, find_tree
+from xkfac.experiments.data.trees import ImageFile, Tree, find_tree
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +174,7 @@ def test_find_tree_says_what_is_there_instead(tree, tmp_path, monkeypatch):
 
 
 def made_up_tree(sizes):
-    entries = [Entry(f"train/{label}/{i:03d}", label, "") for label, size in enumerate(sizes) for i in range(size)]
+    entries = [ImageFile(f"train/{label}/{i:03d}", label, "") for label, size in enumerate(sizes) for i in range(size)]
     return Tree(Path("tree"), tuple(f"class {label}" for label in range(len(sizes))), tuple(entries), ())
 
 

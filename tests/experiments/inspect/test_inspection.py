@@ -363,7 +363,8 @@ def test_units_joined_across_layers_have_the_numbers_of_their_diagonal_blocks(tm
     net, data, _ = memories.make("mlp")
     for form in ("paper", "mean"):
         alone, joint = (
-            xkfac.consolidate(net, data, form=form, cross_layer=cross, labels="exact") for cross in (False, True)
+            xkfac.consolidate(net, data, "xkfac", form=form, cross_layer=cross, labels="exact")
+            for cross in (False, True)
         )
         for name, memory in (("alone", alone), ("joint", joint)):
             memory.save(tmp_path / name)
@@ -377,7 +378,7 @@ def test_units_joined_across_layers_have_the_numbers_of_their_diagonal_blocks(tm
 
 def test_the_paper_s_form_asks_for_the_size_of_the_mini_batches(tmp_path):
     net, data, _ = memories.make("mlp")
-    xkfac.consolidate(net, data, form="paper", labels="exact").save(tmp_path / "paper")
+    xkfac.consolidate(net, data, "xkfac", form="paper", labels="exact").save(tmp_path / "paper")
     xkfac.consolidate(net, data, "kfac", labels="exact").save(tmp_path / "kfac")
     without, found = inspect_memory(tmp_path / "paper"), inspect_memory(tmp_path / "paper", batch=8)
     assert without["entries"]["kfac"] is None
@@ -419,7 +420,7 @@ def test_a_memory_without_curvature_has_no_units_and_no_complaint(tmp_path):
 
 def test_the_calibration_of_a_memory_is_shown_with_its_curve(tmp_path):
     net, data, _ = memories.make("mlp")
-    memory = xkfac.consolidate(net, data)
+    memory = xkfac.consolidate(net, data, "xkfac")
     memory.save(tmp_path / "without")
     found = inspect_memory(tmp_path / "without")
     assert (found["calibration"], calibration_table(found)) == (None, [])

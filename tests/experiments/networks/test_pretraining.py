@@ -13,7 +13,7 @@ from torch import nn
 from torchvision import models
 
 from xkfac import files
-from xkfac.experiments.data.images import PictureParts, Pictures
+from xkfac.experiments.data.digits import Part, Parts
 from xkfac.experiments.networks import pretrainer
 from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.networks.pretrainer import Pretraining, PretrainingError, accuracy
@@ -29,12 +29,12 @@ def made_up(count, seed):
     y = torch.arange(count) % 3
     x = torch.randint(0, 100, (count, 3, 32, 32), generator=generator)
     x[torch.arange(count), y] += 120
-    return Pictures(x.to(torch.uint8), y)
+    return Part(x.to(torch.uint8), y)
 
 
 @pytest.fixture(scope="module")
 def parts():
-    return PictureParts(made_up(44, 0), made_up(12, 1), made_up(15, 2), ("red", "green", "blue"))
+    return Parts(made_up(44, 0), made_up(12, 1), made_up(15, 2), ("red", "green", "blue"))
 
 
 def trainer(settings, pictures, trunk=None):
@@ -309,7 +309,7 @@ def test_a_checkpoint_of_other_settings_or_data_is_refused(parts, tmp_path):
         pretrain(parts, path, Pretraining(**SMALL), device="cpu", progress=stop)
     with pytest.raises(PretrainingError, match=r"w.checkpoint.safetensors' is of lr 0.1, not 0.3; .* to start anew"):
         pretrain(parts, path, Pretraining(**{**SMALL, "lr": 0.3}), device="cpu")
-    swapped = PictureParts(Pictures(parts.train.x.flip(0), parts.train.y), parts.validation, parts.test, parts.classes)
+    swapped = Parts(Part(parts.train.x.flip(0), parts.train.y), parts.validation, parts.test, parts.classes)
     with pytest.raises(PretrainingError, match="is of pictures"):
         pretrain(swapped, path, Pretraining(**SMALL), device="cpu")
     (tmp_path / "w.checkpoint.safetensors").write_bytes(b"damaged")
@@ -333,7 +333,7 @@ def test_what_makes_no_sense_is_an_error(parts, tmp_path):
     path = tmp_path / "w.safetensors"
     with pytest.raises(PretrainingError, match="batch is 100, but there are 44 training pictures"):
         pretrain(parts, path, Pretraining(**{**SMALL, "batch": 100}), device="cpu")
-    empty = PictureParts(parts.train, parts.validation, Pictures(parts.test.x[:0], parts.test.y[:0]), parts.classes)
+    empty = Parts(parts.train, parts.validation, Part(parts.test.x[:0], parts.test.y[:0]), parts.classes)
     with pytest.raises(PretrainingError, match="no test pictures"):
         pretrain(empty, path, Pretraining(**SMALL), device="cpu")
     with pytest.raises(PretrainingError, match=r"must end in \.safetensors"):

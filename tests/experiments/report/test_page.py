@@ -16,7 +16,7 @@ from xkfac.errors import XkfacError
 from xkfac.experiments.report.choices import read_tuned
 from xkfac.experiments.report.page import write_report
 from xkfac.experiments.runs.results import pooled
-from xkfac.experiments.tuning.trials import Choice, Outcome
+from xkfac.experiments.tuning.trials import Choice, TrialResult
 from xkfac.experiments.tuning.tuning import Chosen
 
 HOSTILE = """<script>alert('x')</script> & "quoted" $\\frac{1}{2}$ ${title} %s ünï 漢字 \t\x07\n""" + "very-long-" * 30
@@ -238,7 +238,7 @@ def test_pooled_tunings_show_the_choices_of_all(tmp_path):
 
 
 def test_choices_are_told_by_the_page_as_by_the_command(tmp_path):
-    best, second = Outcome(0, 0.1, 1e-4, 43.0), Outcome(1, 0.05, 1e-5, 41.5)
+    best, second = TrialResult(0, 0.1, 1e-4, 43.0), TrialResult(1, 0.05, 1e-5, 41.5)
     choices = [
         Choice("birds", best, second, trials=4, lost=1),
         Choice("cars", replace(best, damping=None), replace(second, damping=None), trials=2),

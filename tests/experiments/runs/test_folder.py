@@ -13,8 +13,8 @@ import torch
 from tests.helpers import small_runs as small
 from xkfac import files
 from xkfac.experiments.runs.folder import JobFolder, NotWritten, RunError, RunFolder, find_runs, write_text
-from xkfac.experiments.runs.job import Sequence
-from xkfac.experiments.runs.tasks import Permuted
+from xkfac.experiments.runs.job import JobRun
+from xkfac.experiments.runs.tasks import PermutedTasks
 
 _SMALLER = ("tasks=2", "epochs=1", "widths=[4]", "batch=48", "average=0", "at=[2]")
 TINY = small.recipe(*(f"defaults.{setting}" for setting in _SMALLER)).only(["kfac"])
@@ -34,14 +34,14 @@ class Stop(Exception):
 def stopped(job, line, stage, epoch):
     """Learn a job up to an epoch of a stage, which is not begun."""
 
-    class Stopping(Sequence):
+    class Stopping(JobRun):
         def _epoch(self, *arguments):
-            if (self.progress.stage, self.progress.epoch) == (stage, epoch):
+            if (self.state.stage, self.state.epoch) == (stage, epoch):
                 raise Stop
             super()._epoch(*arguments)
 
     with pytest.raises(Stop):
-        Stopping(line, job.seed, Permuted(line, job.seed, small.parts()), job, checkpoint_seconds=0).run()
+        Stopping(line, job.seed, PermutedTasks(line, job.seed, small.parts()), job, checkpoint_seconds=0).run()
     return job
 
 

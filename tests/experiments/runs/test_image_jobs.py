@@ -14,9 +14,9 @@ from tests.helpers import made_up_images as small
 from tests.helpers.small_runs import assert_same, told, weights
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.runs.folder import RunError
-from xkfac.experiments.runs.job import Sequence
+from xkfac.experiments.runs.job import JobRun
 from xkfac.experiments.runs.running import _in_turn
-from xkfac.experiments.runs.tasks import PictureCourse
+from xkfac.experiments.runs.tasks import ImageTasks
 from xkfac.experiments.runs.training import Stepper
 from xkfac.experiments.runs.worker import run_job
 
@@ -74,7 +74,7 @@ def test_a_job_that_is_killed_again_and_again_gives_the_numbers_of_an_unbroken_o
 def stages(data, loaded, tmp_path_factory):
     """For each line the network and the memory at the end of each stage, the network at its start coming first."""
     run, found = small.make_run(tmp_path_factory.mktemp("stages") / "run", data), {}
-    real = Sequence.measure
+    real = JobRun.measure
 
     def watched(self, stage):
         state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
@@ -82,9 +82,9 @@ def stages(data, loaded, tmp_path_factory):
         return real(self, stage)
 
     with pytest.MonkeyPatch.context() as patch, small.short_calibrations():
-        patch.setattr(Sequence, "measure", watched)
+        patch.setattr(JobRun, "measure", watched)
         for name in sorted(LINES, key=lambda name: name != "single"):
-            found[name] = [(loaded.course(LINES[name], small.SEED).network().state_dict(), None)]
+            found[name] = [(loaded.sequence(LINES[name], small.SEED).network().state_dict(), None)]
             run_job(run, name, small.SEED, loaded, 1e9)
     return found
 
@@ -100,7 +100,7 @@ def test_only_the_trunk_and_the_head_of_the_task_move(stages, loaded, name):
     A network of its own begins with the source each time.
     """
     (initial, _), *after = stages[name]
-    model = loaded.course(LINES[name], small.SEED).network()
+    model = loaded.sequence(LINES[name], small.SEED).network()
     norms = {f"{path}." for path, module in model.named_modules() if isinstance(module, torch.nn.BatchNorm2d)}
     assert len(norms) > 5
     trunk = {key for key in initial if key.startswith("trunk.")}
@@ -231,7 +231,7 @@ def test_losses_are_balanced_by_the_last_training_loss_of_the_single_network_of_
     balanced = small.finish(run, "balanced", seeds=(5,)).job("balanced", 5)
     for name, other, same in (("own", floors[5], True), ("high", dict.fromkeys(floors[5], 1e3), False)):
         folder = small.make_run(tmp_path / name, data).job("balanced", 5)
-        Sequence(line, 5, loaded.course(line, 5), folder, 1e9, floors=other).run()
+        JobRun(line, 5, loaded.sequence(line, 5), folder, 1e9, floors=other).run()
         assert (told(folder) == told(balanced)) == same
     assert floors[4] != floors[5]
 
@@ -283,8 +283,8 @@ def seen(data, loaded, tmp_path_factory):
 
         return call
 
-    def watched(course):
-        network = course.network()
+    def watched(sequence):
+        network = sequence.network()
         network.register_forward_pre_hook(lambda model, inputs: log.append((tuple(moment), inputs[0].clone())))
         return network
 
@@ -294,15 +294,15 @@ def seen(data, loaded, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, tag in (
             (Stepper, "epoch", epoch),
-            (Sequence, "remember", lambda self, stage: ("curvature", stage.task)),
-            (PictureCourse, "accuracy", lambda self, model, task, part: (part, task)),
+            (JobRun, "remember", lambda self, stage: ("curvature", stage.task)),
+            (ImageTasks, "accuracy", lambda self, model, task, part: (part, task)),
         ):
             patch.setattr(owner, name, during(owner, name, tag))
         for name in ("single", "xkfac"):
             log = found[name] = []
-            course = loaded.course(LINES[name], small.SEED)
-            patch.setattr(course, "network", lambda: watched(replace(course)))
-            Sequence(LINES[name], small.SEED, course, run.job(name, small.SEED), 1e9).run()
+            sequence = loaded.sequence(LINES[name], small.SEED)
+            patch.setattr(sequence, "network", lambda: watched(replace(sequence)))
+            JobRun(LINES[name], small.SEED, sequence, run.job(name, small.SEED), 1e9).run()
     return found
 
 
@@ -367,7 +367,7 @@ def test_statistics_are_recentred_on_images_as_training_draws_them(seen, loaded)
 
 
 def test_crops_depend_on_seed_task_and_epoch_alone(loaded):
-    pools = [loaded.course(LINES["xkfac"], 4).train(range(1, 2)) for _ in range(2)]
+    pools = [loaded.sequence(LINES["xkfac"], 4).train(range(1, 2)) for _ in range(2)]
     index = torch.arange(6)
 
     def crops(pool, *key):

@@ -14,7 +14,7 @@ from xkfac.experiments.data.digits import DataError, Part, Parts, permutation
 from xkfac.experiments.networks.perceptron import perceptron
 from xkfac.experiments.recipes.recipe import Line
 from xkfac.experiments.runs import tasks
-from xkfac.experiments.runs.run_data import load_materials
+from xkfac.experiments.runs.run_data import load_run_data
 
 LINES = small.recipe().lines
 
@@ -28,7 +28,7 @@ def unbroken(tmp_path_factory):
 def learn(folder, line, **options):
     """Return a job of a line after it was learnt."""
     run = small.make(folder, dataclasses.replace(small.recipe(), lines={"line": line}, figures={}))
-    small.sequence(run.job("line", 0), line, **options).run()
+    small.job_run(run.job("line", 0), line, **options).run()
     return run.job("line", 0)
 
 
@@ -87,7 +87,7 @@ def test_checkpoints_now_and_then_or_never_change_no_number(unbroken, tmp_path):
     for seconds in (0.02, 1e9):
         run = small.make(tmp_path / str(seconds))
         for name in ("xkfac", "average"):
-            small.sequence(run.job(name, 0), LINES[name], seconds=seconds).run()
+            small.job_run(run.job(name, 0), LINES[name], seconds=seconds).run()
             small.assert_same(run.job(name, 0), unbroken.job(name, 0))
 
 
@@ -238,7 +238,7 @@ def test_test_data_has_no_part_in_any_choice(unbroken, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["xkfac", "ewc", "fixed-bn", "own-bn", "own-layers", "validation", "plain"])
 def test_the_examples_of_earlier_tasks_are_not_looked_at_again(unbroken, tmp_path, monkeypatch, name):
-    real, pools, old_tasks = tasks.pool, [], []
+    real, pools, old_tasks = tasks.permuted_examples, [], []
 
     def watched(part, permutations):
         (columns,) = permutations
@@ -251,7 +251,7 @@ def test_the_examples_of_earlier_tasks_are_not_looked_at_again(unbroken, tmp_pat
         pools.append(made)
         return made
 
-    monkeypatch.setattr(tasks, "pool", watched)
+    monkeypatch.setattr(tasks, "permuted_examples", watched)
     job = learn(tmp_path / "run", LINES[name])
     assert old_tasks == sorted(old_tasks)
     assert set(old_tasks) == {0, 1, 2}
@@ -259,10 +259,10 @@ def test_the_examples_of_earlier_tasks_are_not_looked_at_again(unbroken, tmp_pat
     assert_equal(small.weights(job), small.weights(unbroken.job(name, 0)))
 
 
-def constant(course, answers):
-    """Return the network of a course whose tasks with heads of their own always answer these classes."""
-    model = course.network()
-    for task, answer in zip(course.tasks, answers, strict=True):
+def constant(sequence, answers):
+    """Return the network of a sequence whose tasks with heads of their own always answer these classes."""
+    model = sequence.network()
+    for task, answer in zip(sequence.tasks, answers, strict=True):
         head = model[6].of[task]
         torch.nn.init.zeros_(head.weight)
         head.bias.data = torch.nn.functional.one_hot(torch.tensor(answer), 10).float()
@@ -270,31 +270,33 @@ def constant(course, answers):
 
 
 def test_a_test_image_is_answered_by_the_layers_of_the_task_that_it_looks_like():
-    course = tasks.Permuted(dataclasses.replace(LINES["own-bn"], tasks=2), 0, small.parts())
-    model, test = constant(course, [3, 5]), small.parts().test
+    sequence = tasks.PermutedTasks(dataclasses.replace(LINES["own-bn"], tasks=2), 0, small.parts())
+    model, test = constant(sequence, [3, 5]), small.parts().test
     for task in range(2):
-        course.enter(model, task)
+        sequence.enter(model, task)
     threes, fives = (100 * (test.y == digit).float().mean().item() for digit in (3, 5))
-    assert course.accuracy(model, 0, "test") == pytest.approx(threes, abs=1)
-    assert course.accuracy(model, 1, "test") == pytest.approx(fives, abs=1)
-    state = course.state_dict()
-    swapped = {f"{kind}/{name}": state[f"{kind}/{other}"] for kind in ("mean", "var") for name, other in _turns(course)}
-    course.load_state_dict(swapped)
-    assert course.accuracy(model, 0, "test") == pytest.approx(fives, abs=1)
+    assert sequence.accuracy(model, 0, "test") == pytest.approx(threes, abs=1)
+    assert sequence.accuracy(model, 1, "test") == pytest.approx(fives, abs=1)
+    state = sequence.state_dict()
+    swapped = {
+        f"{kind}/{name}": state[f"{kind}/{other}"] for kind in ("mean", "var") for name, other in _turns(sequence)
+    }
+    sequence.load_state_dict(swapped)
+    assert sequence.accuracy(model, 0, "test") == pytest.approx(fives, abs=1)
     held_out = small.parts().validation.y
-    assert course.accuracy(model, 0, "validation") == 100 * (held_out == 3).float().mean().item()  # of the task given
-    assert model[6].active == course.tasks[1]  # what is learnt is what was entered
+    assert sequence.accuracy(model, 0, "validation") == 100 * (held_out == 3).float().mean().item()  # of the task given
+    assert model[6].active == sequence.tasks[1]  # what is learnt is what was entered
 
 
-def _turns(course):
-    first, second = course.tasks
+def _turns(sequence):
+    first, second = sequence.tasks
     return (first, second), (second, first)
 
 
 def test_layers_that_a_perceptron_does_not_have_are_told_of_before_anything_runs():
     made = small.recipe('lines.own-bn.own=["7"]')
     with pytest.raises(DataError, match=r"^lines\.own-bn: no shared layer with parameters matches '7'"):
-        load_materials(made, None, torch.device("cpu"))
+        load_run_data(made, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("lr", [1e4, 1e12, 1e25, 1e38])

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tests.helpers import made_up
 from tests.helpers import small_runs as small
-from xkfac.experiments.runs.progress import Display, Standing, _duration, epochs_of
+from xkfac.experiments.runs.progress import Display, RunStatus, _duration, epochs_of
 
 RECIPE = small.recipe().only(["plain", "joint"])
 
@@ -34,18 +34,18 @@ def test_epochs_of_a_job_are_those_of_its_stages():
 
 
 def test_a_run_is_interrupted_then_running_then_complete(run):
-    standing = Standing.of(run.path)
+    standing = RunStatus.of(run.path)
     assert (standing.state, standing.jobs_done, standing.jobs) == ("interrupted", 0, 2)
     assert (standing.epochs_done, standing.epochs, standing.accuracy) == (0, 15, None)
     begin(run.job("plain", 0), 2)
     with run.locked():
-        standing = Standing.of(run.path)
+        standing = RunStatus.of(run.path)
     assert (standing.state, standing.epochs_done) == ("running", 2)
-    assert Standing.of(run.path).cells()[2:] == ["interrupted", "0/2", "2/15", "-"]
+    assert RunStatus.of(run.path).cells()[2:] == ["interrupted", "0/2", "2/15", "-"]
     small.finish(run, "joint")
     (run.job("plain", 0).path / "events.jsonl").unlink()
     small.finish(run)
-    standing = Standing.of(run.path)
+    standing = RunStatus.of(run.path)
     jobs = [run.job(name, 0).result().average_accuracy()[-1] for name in RECIPE.lines]
     assert (standing.state, standing.epochs_done) == ("complete", 15)
     assert standing.accuracy == pytest.approx(sum(jobs) / 2)
@@ -59,7 +59,7 @@ def test_jobs_that_diverged_are_told(run):
     begin(run.job("plain", 0), 1)
     run.job("plain", 0).note("end", diverged=0)
     small.finish(run, "joint")
-    standing = Standing.of(run.path)
+    standing = RunStatus.of(run.path)
     assert (standing.state, standing.diverged) == ("complete", 1)
     assert standing.cells()[3] == "2/2, 1 diverged"
 
@@ -70,12 +70,12 @@ def test_jobs_that_diverged_are_told(run):
 def test_a_damaged_run_is_said_to_be_so(run, name, text):
     begin(run.job("plain", 0), 1)
     (run.path / name).write_text(text)
-    assert Standing.of(run.path).state == "damaged"
+    assert RunStatus.of(run.path).state == "damaged"
 
 
 def test_asking_leaves_no_trace_in_a_run(run):
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    Standing.of(run.path)
+    RunStatus.of(run.path)
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 
 

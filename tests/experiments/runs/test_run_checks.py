@@ -15,9 +15,9 @@ from xkfac.experiments.recipes.recipe import Plan
 from xkfac.experiments.report.choices import read_tuned
 from xkfac.experiments.runs.events import EventsError, job_result, parse_events
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.job import Sequence
-from xkfac.experiments.runs.progress import Standing
-from xkfac.experiments.runs.tasks import Permuted
+from xkfac.experiments.runs.job import JobRun
+from xkfac.experiments.runs.progress import RunStatus
+from xkfac.experiments.runs.tasks import PermutedTasks
 from xkfac.experiments.tuning.trials import StageFolder
 
 RESULTS = Path(__file__).parents[3] / "results"
@@ -67,7 +67,7 @@ def test_an_end_counts_only_where_all_is_there_that_comes_before_it(tmp_path, ta
     append(run, end)
     found = run.job("xkfac", 0).result()
     assert (found.done, found.diverged, len(found.accuracy)) == (done, diverged, tasks)
-    standing = Standing.of(run.path)
+    standing = RunStatus.of(run.path)
     assert (standing.state, standing.jobs_done) == (("complete", 1) if done else ("interrupted", 0))
 
 
@@ -90,11 +90,11 @@ class Stopped(Exception):
     """Ends a job in the middle of it."""
 
 
-class Stopping(Sequence):
+class Stopping(JobRun):
     """A job that ends before its second task."""
 
     def _stage(self, carried):
-        if self.progress.stage:
+        if self.state.stage:
             raise Stopped
         return super()._stage(carried)
 
@@ -104,7 +104,7 @@ def test_a_job_whose_end_was_forged_is_learnt_to_its_end(tmp_path):
     small.finish(whole)
     job = cut.job("plain", 0)
 
-    sequence = Stopping(SHORT.lines["plain"], 0, Permuted(SHORT.lines["plain"], 0, small.parts()), job, 0.0)
+    sequence = Stopping(SHORT.lines["plain"], 0, PermutedTasks(SHORT.lines["plain"], 0, small.parts()), job, 0.0)
     with pytest.raises(Stopped):
         sequence.run()
     job.note("end", diverged=None)
@@ -172,13 +172,20 @@ def test_a_run_of_an_earlier_version_has_no_digest_and_is_read_without_one(tmp_p
 def test_a_checkpoint_of_another_network_is_one_sentence(tmp_path):
     run = small.make(tmp_path / "run", SHORT)
     job = run.job("plain", 0)
-    sequence = small.sequence(job, SHORT.lines["plain"])
+    sequence = small.job_run(job, SHORT.lines["plain"])
     job.path.mkdir(parents=True)
     sequence._save({}, force=True)
     other = small.recipe("defaults.widths=[9, 6]").only(["plain"]).lines["plain"]
     with pytest.raises(RunError, match=r"'plain', seed 0, is not of the network that recipe.toml describes") as caught:
-        small.sequence(job, other).run()
+        small.job_run(job, other).run()
     assert f"remove the folder '{job.path}'" in str(caught.value)
+
+
+def test_the_recipes_of_all_recorded_runs_are_read():
+    found = [RunFolder.open(path.parent) for path in RESULTS.glob("**/run.json")]
+    assert len(found) > 30
+    # Keys with default values may have lost their effect on a method since they were written out.
+    assert any("fixed_bn = false" in (run.path / "recipe.toml").read_text() for run in found)
 
 
 @pytest.mark.parametrize(

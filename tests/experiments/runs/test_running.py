@@ -16,8 +16,8 @@ from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.provenance import provenance
 from xkfac.experiments.recipes.recipe import RecipeError
 from xkfac.experiments.runs.folder import NotWritten, RunFolder
-from xkfac.experiments.runs.progress import Standing
-from xkfac.experiments.runs.run_data import load_materials
+from xkfac.experiments.runs.progress import RunStatus
+from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.running import Worker
 from xkfac.experiments.runs.worker import CHECKPOINT_SECONDS, checkpoint_seconds
 
@@ -132,7 +132,7 @@ def test_a_run_in_use_is_left_alone(tmp_path):
 def test_a_run_on_a_disk_that_can_only_be_read_is_shown_and_not_gone_on_with(tmp_path):
     run = small.make(tmp_path / "run")
     with small.Disk(run.path, 1, small.read_only).faulty():
-        assert Standing.of(run.path).state == "interrupted"
+        assert RunStatus.of(run.path).state == "interrupted"
         with pytest.raises(NotWritten, match=r"lock' could not be written \(Read-only file system\)"):
             resume(run.path)
     assert {path.name for path in run.path.iterdir()} == {"recipe.toml", "run.json"}
@@ -152,7 +152,7 @@ def test_an_interrupt_does_not_reach_a_process_that_is_just_starting(tmp_path, c
 
 def test_accuracies_are_measured_on_the_part_that_the_recipe_says():
     test, validation = (
-        load_materials(recipe, None, torch.device("cpu")).parts
+        load_run_data(recipe, None, torch.device("cpu")).parts
         for recipe in (small.recipe(), small.recipe("data.measure=validation"))
     )
     assert torch.equal(test.test.x, small.parts().test.x)

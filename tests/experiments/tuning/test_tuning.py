@@ -22,14 +22,14 @@ from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.weights import save_source
 from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.job import Sequence
-from xkfac.experiments.runs.progress import Standing
-from xkfac.experiments.runs.run_data import load_materials
-from xkfac.experiments.runs.tasks import Permuted, PictureCourse
+from xkfac.experiments.runs.job import JobRun
+from xkfac.experiments.runs.progress import RunStatus
+from xkfac.experiments.runs.run_data import load_run_data
+from xkfac.experiments.runs.tasks import ImageTasks, PermutedTasks, Refused
 from xkfac.experiments.runs.worker import run_job
-from xkfac.experiments.tuning.status import TuningStanding
-from xkfac.experiments.tuning.trials import Choice, GridPoint, Outcome, TunedJob, grid_of, held, ranked, tuned_jobs
-from xkfac.experiments.tuning.tuner import PHASES, Alone, Refused, Tuner, phase_done
+from xkfac.experiments.tuning.status import TuningStatus
+from xkfac.experiments.tuning.trials import Choice, GridPoint, TrialResult, TunedJob, grid_of, held, ranked, tuned_jobs
+from xkfac.experiments.tuning.tuner import PHASES, Tuner, phase_done
 from xkfac.experiments.tuning.tuning import chosen, go_on, tune
 
 TEXT = """
@@ -102,18 +102,18 @@ def unbroken(tmp_path_factory):
 
 def brute_force(line, folder, floors=None):
     """Choose task by task with sequences in memory alone; yield point, validation and last loss of each task."""
-    course = Permuted(line, 0, small.parts())
+    sequence = PermutedTasks(line, 0, small.parts())
     weights, memory = None, None
     for task in range(line.tasks):
         found = []
         for number, point in enumerate(grid_of(line) if task else [GridPoint(line.lr, line.damping)]):
             place = replace(folder, path=folder.path / f"{task}-{number}")
-            learner = Sequence(point.of(line), 0, course, place, 1e9, floors=floors or {}, memory=memory)
-            learner.progress.stage = task
+            learner = JobRun(point.of(line), 0, sequence, place, 1e9, floors=floors or {}, memory=memory)
+            learner.state.stage = task
             if weights is not None and line.method != "single":
                 learner.model.load_state_dict(weights)
             if learner.learn(learner.stages[task], {}):
-                right = course.accuracy(learner.model, task, "validation")
+                right = sequence.accuracy(learner.model, task, "validation")
                 found.append((right, -point.lr, point.damping, place.events()[-1]["loss"], learner))
         right, lr, damping, loss, best = max(found, key=lambda each: each[:3])
         best.line = line
@@ -150,7 +150,7 @@ def test_a_grid_of_one_point_gives_a_plain_run(tmp_path):
     calibrated = "lines.calibrated={ calibrated = true, epochs = 30, tasks = 2 }"
     recipe = small.recipe("defaults.epochs=2", calibrated).only(lines)
     plain = small.make(tmp_path / "plain", recipe)
-    materials = load_materials(recipe, None, torch.device("cpu"))
+    materials = load_run_data(recipe, None, torch.device("cpu"))
     for name in sorted(lines, key=lambda name: name != "single"):
         run_job(plain, name, 0, materials, 1e9)
     run = work(RunFolder.create(tmp_path / "tuned", recipe, facts()), seconds=1e9)
@@ -174,7 +174,7 @@ def test_a_job_whose_trials_all_diverge_ends_there_and_what_it_should_have_said_
 
 def test_of_equals_a_smaller_lr_then_a_larger_damping_is_chosen():
     tried = [(0.1, 1e-3, 90.0), (0.05, 1e-4, 90.0), (0.05, 1e-3, 90.0), (0.01, 1e-3, 89.0), (0.001, 1.0, None)]
-    order = ranked([Outcome(number, *each) for number, each in enumerate(tried)])
+    order = ranked([TrialResult(number, *each) for number, each in enumerate(tried)])
     assert [each.number for each in order] == [2, 1, 0, 3]
     assert Choice("t", order[0], order[1], 5, 1).why == "as good as the next of 5, with the larger damping; 1 diverged"
     assert Choice("t", order[0], order[2], 5).why == "as good as the next of 5, with the smaller lr"
@@ -200,14 +200,14 @@ def test_nothing_but_training_and_validation_data_of_the_task_is_read_while_choo
     read = []
 
     def watched(name, parts):
-        real = getattr(Permuted, name)
+        real = getattr(PermutedTasks, name)
 
         def call(self, *arguments):
             tasks, part = parts(*arguments)
             read.append((tuple(tasks), part))
             return real(self, *arguments)
 
-        monkeypatch.setattr(Permuted, name, call)
+        monkeypatch.setattr(PermutedTasks, name, call)
 
     watched("train", lambda tasks: (tasks, "train"))
     watched("fixed", lambda task, part: ([task], part))
@@ -216,21 +216,21 @@ def test_nothing_but_training_and_validation_data_of_the_task_is_read_while_choo
     assert set(read) == {((task,), part) for task in (1, 2) for part in ("train", "validation")}
 
 
-def test_a_course_alone_refuses_all_but_its_task(unbroken):
-    course = Alone(Permuted(unbroken.recipe.lines["xkfac"], 0, small.parts()), 1)
-    model = course.network()
+def test_tasks_restricted_to_one_refuse_all_others(unbroken):
+    sequence = PermutedTasks(unbroken.recipe.lines["xkfac"], 0, small.parts()).restricted(1)
+    model = sequence.network()
     refused = [
-        lambda: course.train(range(1)),
-        lambda: course.train(range(2)),
-        lambda: course.fixed(0, "train"),
-        lambda: course.fixed(2, "validation"),
-        lambda: course.accuracy(model, 0, "validation"),
-        lambda: course.accuracy(model, 1, "test"),
+        lambda: sequence.train(range(1)),
+        lambda: sequence.train(range(2)),
+        lambda: sequence.fixed(0, "train"),
+        lambda: sequence.fixed(2, "validation"),
+        lambda: sequence.accuracy(model, 0, "validation"),
+        lambda: sequence.accuracy(model, 1, "test"),
     ]
     for call in refused:
         with pytest.raises(Refused, match="must not depend on"):
             call()
-    assert course.accuracy(model, 1, "validation") >= 0
+    assert sequence.accuracy(model, 1, "validation") >= 0
 
 
 IMAGES = """
@@ -282,14 +282,14 @@ def test_choices_are_made_where_source_and_test_pictures_are_gone(pictures, tmp_
         Tuner(run, "prepare")
     with pytest.raises(DataError):
         Tuner(run, "measure")
-    real = PictureCourse._parts
+    real = ImageTasks._parts
 
     def parts(self, task):
         assert self.tasks[task] == "new"
         return real(self, task)
 
     with monkeypatch.context() as only:
-        only.setattr(PictureCourse, "_parts", parts)
+        only.setattr(ImageTasks, "_parts", parts)
         work(run, "choose")
     for path, content in hidden.items():
         path.write_bytes(content)
@@ -307,15 +307,15 @@ def test_choices_are_made_where_source_and_test_pictures_are_gone(pictures, tmp_
 
 
 def test_measured_are_the_chosen_networks_and_every_trial(unbroken):
-    course = Permuted(unbroken.recipe.lines["xkfac"], 0, small.parts())
-    model, xkfac = course.network(), job(unbroken, "xkfac")
+    sequence = PermutedTasks(unbroken.recipe.lines["xkfac"], 0, small.parts())
+    model, xkfac = sequence.network(), job(unbroken, "xkfac")
     result = unbroken.job("xkfac", 0).result()
-    assert result.untrained == [course.accuracy(model, task, "test") for task in range(3)]
+    assert result.untrained == [sequence.accuracy(model, task, "test") for task in range(3)]
     for task in range(3):
         if task:
-            assert result.before[task] == course.accuracy(model, task, "test")
+            assert result.before[task] == sequence.accuracy(model, task, "test")
         model.load_state_dict(xkfac.stage(task).weights())
-        assert result.accuracy[task] == [course.accuracy(model, known, "test") for known in range(task + 1)]
+        assert result.accuracy[task] == [sequence.accuracy(model, known, "test") for known in range(task + 1)]
         if task:
             best, trials = xkfac.choices()[task].chosen, xkfac.stage(task).measured()["trials"]
             row = {"target": result.accuracy[task][-1], "average": statistics.fmean(result.accuracy[task])}
@@ -418,7 +418,7 @@ def test_the_command_says_what_it_chose_and_leaves_a_run(unbroken, tmp_path, mon
     assert sum(point["chosen"] for point in points) == 2
     assert sum(point["target"] is None for point in points) == 4
     assert (folder / "report" / "figures" / "scatter.png").is_file()
-    standing = Standing.of(folder)
+    standing = RunStatus.of(folder)
     assert (standing.state, standing.epochs_done, standing.epochs) == ("complete", 6, 6)
     monkeypatch.setattr("xkfac.experiments.tuning.tuning.Worker.start", None)  # no process is needed any more
     assert [each.to_dict() for each in go_on(run)] == choices
@@ -447,7 +447,7 @@ def test_how_far_it_is(tmp_path):
     run = work(made(tmp_path / "run", "plain", "xkfac"), "prepare")
     tuner = Tuner(run, "choose", 0.0)
     assert tuner._choose(job(run, "plain"))
-    standing = TuningStanding.of(run, "choose")
+    standing = TuningStatus.of(run, "choose")
     assert str(standing) == "tuned: choosing, 0/2 jobs, 1/16 trials"
     outcome = job(run, "plain").stage(1).trial(0).outcome()
     assert standing.rows[1] == ("plain, seed 0", "2/3", "1/2", f"{outcome.validation:.2f} (lr 0.3)")
@@ -455,5 +455,5 @@ def test_how_far_it_is(tmp_path):
     assert not phase_done(job(run, "plain"), "choose")
     assert math.isfinite(outcome.seconds)
     with run.locked(shared=True), run.locked(shared=True):
-        assert Standing.of(run.path).state == "running"
-    assert Standing.of(run.path).state == "interrupted"
+        assert RunStatus.of(run.path).state == "running"
+    assert RunStatus.of(run.path).state == "interrupted"

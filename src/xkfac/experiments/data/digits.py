@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import gzip
 import hashlib
 import json
 import math
 import os
-import secrets
-import shutil
 import sys
 import zlib
 from collections.abc import Callable
@@ -24,7 +20,7 @@ import torch
 from torch import Tensor
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.files import at_home
+from xkfac.experiments.files import at_home, nearest, replace_file
 from xkfac.experiments.packages import PackageError, imported
 
 DATA_SETS = ("digits", "mnist")
@@ -64,7 +60,10 @@ MNIST = {
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A part of a data set: x [n, features], float32 in [0, 1], and labels y [n], int64."""
+    """A part of a data set: x, and labels y [n], int64.
+
+    Of digits x is [n, features], float32 in [0, 1]; of images [n, 3, S, S], uint8.
+    """
 
     x: Tensor
     y: Tensor
@@ -79,36 +78,19 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What one task of an experiment has; no example is in two parts."""
+    """What one task of an experiment has, and the names of classes of images.
+
+    No example is in two parts; a part of images that was not asked for is empty.
+    """
 
     train: Part
     validation: Part
     test: Part
+    classes: tuple[str, ...] = ()
 
     def to(self, device: torch.device | str) -> Parts:
         """Return all parts on `device`."""
-        return Parts(self.train.to(device), self.validation.to(device), self.test.to(device))
-
-    def permuted(self, permutation: Tensor) -> Parts:
-        """Return the parts with columns of x permuted: column i becomes the former column permutation[i].
-
-        permutation: [features], int64. The identity copies nothing; labels are shared always.
-        Raises DataError when it is no permutation of the features.
-        """
-        features = self.train.x.shape[1]
-        given, identity = permutation.cpu(), torch.arange(features, device="cpu")
-        if given.dtype != torch.int64 or not torch.equal(given.sort().values, identity):
-            raise DataError(
-                f"a permutation of shape {list(given.shape)} and type {given.dtype} does not hold each of the "
-                f"{features} features once; make it with permutation({features}, seed, task)"
-            )
-        if torch.equal(given, identity):
-            return self
-
-        def columns(part: Part) -> Part:
-            return Part(part.x.index_select(1, given.to(part.x.device)), part.y)
-
-        return Parts(columns(self.train), columns(self.validation), columns(self.test))
+        return Parts(self.train.to(device), self.validation.to(device), self.test.to(device), self.classes)
 
 
 def stream(*key: str | int) -> torch.Generator:
@@ -167,8 +149,7 @@ def load(
     Raises DataError when the name is unknown, a file is missing or damaged, or there are too few examples.
     """
     if name not in DATA_SETS:
-        close = difflib.get_close_matches(str(name).lower(), DATA_SETS, 1)
-        hint = f" (did you mean '{close[0]}'?)" if close else ""
+        hint = nearest(str(name).lower(), DATA_SETS)
         raise DataError(f"data set '{name}' is not known{hint}; it is one of {', '.join(DATA_SETS)}")
     _check_count("validation", validation, 0)
     if train is not None:
@@ -295,39 +276,35 @@ def fetch(name: str, folder: Path, report: Callable[[str], None]) -> Path:
     Raises DataError that names each mirror and its failure; nothing half written remains.
     """
     target = folder / "MNIST" / "raw" / f"{name}.gz"
-    temporary = target.with_name(f".{name}-{secrets.token_hex(8)}.part")
     failures = []
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for mirror in MIRRORS:
             report(f"fetching {mirror}{target.name}")
-            failure = _fetch_from(f"{mirror}{target.name}", temporary, MNIST[name].packed_md5)
-            if failure is None:
-                report(f"fetched '{target}', {temporary.stat().st_size / 1024:,.0f} KiB")
-                return temporary.replace(target)
-            failures.append(f"{mirror} ({failure})")
+            content = _fetched(f"{mirror}{target.name}", MNIST[name].packed_md5)
+            if isinstance(content, bytes):
+                replace_file(target, content)
+                report(f"fetched '{target}', {len(content) / 1024:,.0f} KiB")
+                return target
+            failures.append(f"{mirror} ({content})")
             report(f"failed: {failures[-1]}")
     except OSError as error:
         raise DataError(f"'{target}' could not be written ({error}); choose another folder with --data") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
     raise DataError(
         f"'{target.name}' could not be fetched from {' nor from '.join(failures)}; try again later, or put the file "
         f"into '{target.parent}' yourself"
     )
 
 
-def _fetch_from(url: str, path: Path, md5: str) -> str | None:
-    """Write what `url` gives to `path`; return why it is not the file with this MD5, or None when it is."""
+def _fetched(url: str, md5: str) -> bytes | str:
+    """Return what `url` gives, or in words why that is not the file with this MD5."""
     try:
-        with urlopen(url, timeout=TIMEOUT) as response, path.open("wb") as file:
-            shutil.copyfileobj(response, file)
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        with urlopen(url, timeout=TIMEOUT) as response:
+            content: bytes = response.read()
     except (OSError, HTTPException) as error:
         return str(error) or type(error).__name__
-    return None if found == md5 else f"the MD5 of what it gave is {found}, but should be {md5}"
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    return content if found == md5 else f"the MD5 of what it gave is {found}, but should be {md5}"
 
 
 def _check_count(name: str, value: int, least: int) -> None:

@@ -16,21 +16,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import torch
 from torch import Tensor
 
-from xkfac.experiments.data.digits import DataError
+from xkfac.experiments.data.digits import DataError, Part, Parts
 from xkfac.experiments.data.tree_files import FORMATS, MOST_PIXELS, reader
-from xkfac.experiments.data.trees import Entry, Tree, find_tree, labels_of
-from xkfac.experiments.files import at_home
+from xkfac.experiments.data.trees import ImageFile, Tree, labels_of
+from xkfac.experiments.files import at_home, nearest
 from xkfac.experiments.packages import PackageError, imported
-from xkfac.experiments.recipes.toml_tables import nearest
-
-__all__ = ["PictureParts", "Pictures", "Tree", "find_tree", "load_pictures"]
 
 PART_NAMES = ("train", "validation", "test")
 VERSION = 1  # of what a cache file holds
@@ -39,35 +35,6 @@ BLOCK = 64  # pictures that a process decodes at a time
 
 Resize = Literal["squash", "crop"]
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Pictures:
-    """Pictures x [n, 3, S, S], uint8, and labels y [n], int64."""
-
-    x: Tensor
-    y: Tensor
-
-    def to(self, device: torch.device | str) -> Pictures:
-        """Return the pictures on `device`."""
-        return Pictures(self.x.to(device), self.y.to(device))
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-
-@dataclass(frozen=True, eq=False)
-class PictureParts:
-    """The parts of a tree and the names of its classes; no picture is in two parts, a part not asked for is empty."""
-
-    train: Pictures
-    validation: Pictures
-    test: Pictures
-    classes: tuple[str, ...]
-
-    def to(self, device: torch.device | str) -> PictureParts:
-        """Return all parts on `device`."""
-        return PictureParts(self.train.to(device), self.validation.to(device), self.test.to(device), self.classes)
 
 
 def load_pictures(
@@ -82,7 +49,7 @@ def load_pictures(
     workers: int = 1,
     progress: Progress | None = None,
     parts: Sequence[str] = PART_NAMES,
-) -> PictureParts:
+) -> Parts:
     """Return the parts of a tree, memory-mapped from the cache; what is not in there is decoded first.
 
     path: where it is, or a tree that was listed before.
@@ -114,10 +81,8 @@ def load_pictures(
     with _Decoder(tree.path, stored, resize, workers) as decoder:
         _fill({files[part]: asked[part] for part in PART_NAMES if asked[part]}, decoder, progress)
 
-    def pictures(part: str) -> Pictures:
-        return Pictures(_mapped(files[part], len(asked[part]), stored), labels_of(asked[part]))
-
-    return PictureParts(pictures("train"), pictures("validation"), pictures("test"), tree.classes)
+    made = [Part(_mapped(files[part], len(asked[part]), stored), labels_of(asked[part])) for part in PART_NAMES]
+    return Parts(*made, tree.classes)
 
 
 def _stored(pixels: int, resize: str, stored: int | None) -> int:
@@ -132,7 +97,7 @@ def _stored(pixels: int, resize: str, stored: int | None) -> int:
     return stored
 
 
-def _fill(files: Mapping[Path, Sequence[Entry]], decoder: _Decoder, progress: Progress | None) -> None:
+def _fill(files: Mapping[Path, Sequence[ImageFile]], decoder: _Decoder, progress: Progress | None) -> None:
     """Write those cache files that are not there as a whole."""
     missing = {path: entries for path, entries in files.items() if not _whole(path, len(entries) * decoder.size)}
     total, done = sum(map(len, missing.values())), 0
@@ -154,7 +119,7 @@ def _fill(files: Mapping[Path, Sequence[Entry]], decoder: _Decoder, progress: Pr
             ) from error
 
 
-def _cache_name(path: Path, part: str, entries: Sequence[Entry], stored: int, resize: str) -> str:
+def _cache_name(path: Path, part: str, entries: Sequence[ImageFile], stored: int, resize: str) -> str:
     """Return the name of a cache file: it changes with all that its content depends on.
 
     A zip file says by checksums what is in it, wherever it lies; files of a folder are known by place, size and time.

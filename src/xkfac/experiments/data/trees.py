@@ -21,13 +21,12 @@ from torch import Tensor
 
 from xkfac.experiments.data.digits import DataError, stream
 from xkfac.experiments.data.tree_files import FORMATS, PARTS, TEST_NAMES, Files, is_image, list_files
-from xkfac.experiments.files import at_home, check_path
-from xkfac.experiments.recipes.toml_tables import nearest
+from xkfac.experiments.files import at_home, check_path, nearest
 
 NOTES = frozenset((".txt", ".csv", ".tsv", ".json", ".xml", ".md", ".html", ".db", ".ini"))
 
 
-class Entry(NamedTuple):
+class ImageFile(NamedTuple):
     """A picture of a tree: its name in there, its class by number, and what changes when its file does."""
 
     name: str
@@ -41,8 +40,8 @@ class Tree:
 
     path: Path
     classes: tuple[str, ...]
-    train: tuple[Entry, ...]
-    test: tuple[Entry, ...]
+    train: tuple[ImageFile, ...]
+    test: tuple[ImageFile, ...]
 
     @classmethod
     def read(cls, path: str | Path) -> Tree:
@@ -65,13 +64,13 @@ class Tree:
         grouped = {part: _by_class(path, f"{base}{part}/", files) for part in ("train", test)}
         classes = _checked_classes(path, grouped["train"], grouped[test], test)
 
-        def entries(part: str) -> tuple[Entry, ...]:
+        def entries(part: str) -> tuple[ImageFile, ...]:
             pairs = ((label, file) for label, name in enumerate(classes) for file in sorted(grouped[part][name]))
-            return tuple(Entry(name, label, stamp) for label, (name, stamp) in pairs)
+            return tuple(ImageFile(name, label, stamp) for label, (name, stamp) in pairs)
 
         return cls(path, classes, entries("train"), entries(test))
 
-    def split(self, validation: float, limit: int | None = None) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    def split(self, validation: float, limit: int | None = None) -> tuple[tuple[ImageFile, ...], tuple[ImageFile, ...]]:
         """Return the pictures to train on and those set aside for validation, both of the train part.
 
         validation: the share of each class that is set aside, at least one picture of it unless the share is 0.
@@ -104,20 +103,26 @@ class Tree:
         return tuple(self.train[index] for index in train), tuple(self.train[index] for index in sorted(aside))
 
 
+def in_data_folder(name: str, folder: Path | None, what: str) -> Path:
+    """Return a path that is absolute, or relative to the data folder; None means the variable XKFAC_DATA.
+
+    Raises DataError when there is no data folder.
+    """
+    path, place = at_home(name), folder or os.environ.get("XKFAC_DATA")
+    if not path.is_absolute() and not place:
+        raise DataError(
+            f"the {what} '{name}' need a folder: name the one they are in with --data FOLDER or in the variable "
+            "XKFAC_DATA, or give an absolute path"
+        )
+    return path if path.is_absolute() or not place else (at_home(place) / path).absolute()
+
+
 def find_tree(name: str, folder: Path | None) -> Path:
     """Return the path of the tree `name`, or of `name.zip`: absolute, or relative to the data folder.
 
     folder: None means the variable XKFAC_DATA. Raises DataError when there is none.
     """
-    path = at_home(name)
-    if not path.is_absolute():
-        place = folder or os.environ.get("XKFAC_DATA")
-        if not place:
-            raise DataError(
-                f"the pictures '{name}' need a folder: name the one they are in with --data FOLDER or in the variable "
-                "XKFAC_DATA, or give an absolute path"
-            )
-        path = (at_home(place) / path).absolute()
+    path = in_data_folder(name, folder, "pictures")
     if not path.name:  # the root of the file system is no tree
         raise DataError(f"the pictures '{name}' are not named; give the name of a folder or a zip file")
     for candidate in map(check_path, (path, path.with_name(f"{path.name}.zip"))):
@@ -136,7 +141,7 @@ def find_tree(name: str, folder: Path | None) -> Path:
     )
 
 
-def labels_of(entries: Iterable[Entry]) -> Tensor:
+def labels_of(entries: Iterable[ImageFile]) -> Tensor:
     """Return the classes of pictures by number, [n] int64."""
     return torch.tensor([entry.label for entry in entries], dtype=torch.int64, device="cpu")
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from xkfac.experiments.data.digits import stream
-from xkfac.experiments.networks.library import BackboneError, classifier_path, library_model, near
+from xkfac.experiments.files import nearest
+from xkfac.experiments.networks.library import BackboneError, classifier_path, library_model
 from xkfac.task_layers import enter_task, give_task_layers, give_task_norms, using_task
 
 Stem = Literal["standard", "small"]
@@ -69,7 +70,7 @@ class ManyHeaded(nn.Module):
         """
         if task not in self.heads:
             raise BackboneError(
-                f"there is no head for task '{task}'{near(task, self.heads)}; name one of {_list(self)}"
+                f"there is no head for task '{task}'{nearest(task, self.heads)}; name one of {_list(self)}"
             )
         head = self.heads[task]
         assert isinstance(head, nn.Linear)

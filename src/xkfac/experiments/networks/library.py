@@ -66,9 +66,3 @@ def _unknown(model: str, known: list[str]) -> BackboneError:
     return BackboneError(
         f"model '{model}' is not known{hint}; name one of torchvision's classification models, or timm:NAME of timm's"
     )
-
-
-def near(name: str, known: Any) -> str:
-    """Return a question for what is known and most like a name, or nothing."""
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.data.augmentation import Augmentation
-from xkfac.experiments.data.digits import stream
-from xkfac.experiments.data.images import Pictures, Resize
+from xkfac.experiments.data.digits import Part, stream
+from xkfac.experiments.data.images import Resize
 from xkfac.experiments.networks.backbones import ManyHeaded, Stem
 
 CHUNK = 1000  # pictures that are measured at a time
@@ -94,7 +94,7 @@ class Trainer:
     of them by its place.
     """
 
-    def __init__(self, net: ManyHeaded, pictures: Pictures, settings: Pretraining) -> None:
+    def __init__(self, net: ManyHeaded, pictures: Part, settings: Pretraining) -> None:
         self.net, self.settings, self._pictures = net, settings, pictures
         self._device = pictures.x.device
         self._augmentation = settings.augmentation
@@ -225,7 +225,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def accuracy(net: nn.Module, pictures: Pictures, augmentation: Augmentation) -> float:
+def accuracy(net: nn.Module, pictures: Part, augmentation: Augmentation) -> float:
     """Return the percentage of pictures that a network in evaluation mode gets right."""
     net.eval()
     right = torch.zeros((), dtype=torch.long, device=pictures.x.device)

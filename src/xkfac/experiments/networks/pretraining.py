@@ -22,7 +22,9 @@ import torch
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError
-from xkfac.experiments.data.images import PictureParts, Pictures, find_tree, load_pictures
+from xkfac.experiments.data.digits import Part, Parts
+from xkfac.experiments.data.images import load_pictures
+from xkfac.experiments.data.trees import find_tree
 from xkfac.experiments.files import check_path, replace_file
 from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.pretrainer import Pretraining, PretrainingError, Trainer, accuracy
@@ -55,7 +57,7 @@ class Pretrained:
 
 
 def pretrain(
-    data: str | PictureParts,
+    data: str | Parts,
     weights: str | Path,
     settings: Pretraining | None = None,
     *,
@@ -107,9 +109,7 @@ def pretrain(
 class _Job:
     """A source network in the making."""
 
-    def __init__(
-        self, parts: PictureParts, path: Path, settings: Pretraining, task: str, writer: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, parts: Parts, path: Path, settings: Pretraining, task: str, writer: ThreadPoolExecutor) -> None:
         self.parts, self.path, self.settings, self.task = parts, path, settings, task
         self._writer, self._written = writer, writer.submit(lambda: None)
         place = parts.train.x.device
@@ -168,7 +168,7 @@ class _Job:
         self._checkpoint.unlink(missing_ok=True)
         return Pretrained(self.path, self.parts.classes, validation, test, tuple(self.history))
 
-    def _accuracy(self, pictures: Pictures) -> float:
+    def _accuracy(self, pictures: Part) -> float:
         return accuracy(self.trainer.result, pictures, self.settings.augmentation)
 
 
@@ -219,7 +219,7 @@ def _check_target(path: Path) -> None:
         ) from None
 
 
-def _check_data(parts: PictureParts, settings: Pretraining, place: torch.device) -> None:
+def _check_data(parts: Parts, settings: Pretraining, place: torch.device) -> None:
     if settings.batch > len(parts.train):
         raise PretrainingError(
             f"batch is {settings.batch}, but there are {len(parts.train)} training pictures; choose a smaller one"
@@ -234,7 +234,7 @@ def _check_data(parts: PictureParts, settings: Pretraining, place: torch.device)
         )
 
 
-def _digest(parts: PictureParts) -> str:
+def _digest(parts: Parts) -> str:
     """Return what tells pictures from others: all labels, the number of pictures, and some of them."""
     digest = hashlib.blake2b(json.dumps(parts.classes).encode(), digest_size=8)
     for part in (parts.train, parts.validation, parts.test):

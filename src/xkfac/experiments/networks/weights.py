@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import re
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from xkfac import files as storage
+from xkfac import files
 from xkfac.errors import XkfacError
-from xkfac.experiments.files import check_path, flush
+from xkfac.experiments.files import check_path, nearest
 from xkfac.experiments.networks.backbones import Architecture, ManyHeaded
-from xkfac.experiments.networks.library import TIMM, BackboneError, classifier_path, library, library_model, near
+from xkfac.experiments.networks.library import TIMM, BackboneError, classifier_path, library, library_model
 
 DOWNLOAD = "download"
 # Names in files that torchvision publishes and its own loading changes.
@@ -90,20 +88,15 @@ def save_source(net: ManyHeaded, path: str | Path, task: str, facts: Mapping[str
         raise WeightsError(f"'{path}' must end in .safetensors, which is what is written")
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in _library_state(net, task).items()}
     known = {"model": architecture.model, "stem": architecture.stem, "task": task, "classes": net.tasks[task]}
-    temporary = path.parent / f".xkfac-{secrets.token_hex(8)}.part"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        storage.save_file(state, temporary, {"format": "pt", "facts": json.dumps({**facts, **known})})
-        flush(temporary)
-        temporary.replace(path)
+        with files.replacing(path) as temporary:
+            files.save_file(state, temporary, {"format": "pt", "facts": json.dumps({**facts, **known})})
     except OSError as error:
         raise WeightsError(
             f"'{path}' could not be written and is as it was before ({error.strerror}); free space there or choose "
             "another place"
         ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -211,7 +204,7 @@ def _downloaded(model: str, which: str = "") -> dict[str, Tensor]:
         known = [each.name for each in library("torchvision.models").get_model_weights(model)]
         if which and which not in known:
             raise WeightsError(
-                f"torchvision has no weights '{which}' of '{model}'{near(which, known)}; name one of "
+                f"torchvision has no weights '{which}' of '{model}'{nearest(which, known)}; name one of "
                 f"{', '.join(known) or 'none'}"
             )
         options = {"weights": which or "DEFAULT"}

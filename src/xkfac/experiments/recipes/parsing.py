@@ -12,7 +12,7 @@ from typing import Any
 
 from xkfac.curvature.operator import Settings
 from xkfac.errors import XkfacError
-from xkfac.experiments.files import LARGEST_TEXT, check_path, read_regular, reason, shortened
+from xkfac.experiments.files import LARGEST_TEXT, check_path, nearest, read_regular, reason, shortened
 from xkfac.experiments.recipes.ranges import check_ranges
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Data, Figure, Images, Line, Recipe, Task, without_effect
 from xkfac.experiments.recipes.sweeps import check_point, expanded, swept_key
@@ -22,7 +22,6 @@ from xkfac.experiments.recipes.toml_tables import (
     build,
     check_keys,
     check_values,
-    nearest,
     parse_toml,
     read_value,
     typed,
@@ -35,6 +34,7 @@ _MOST_DRAWS = 1_000_000
 
 # Keys of lines that recorded runs still have, each with the value at which it never had an effect.
 _RETIRED = {"clip": 0.0}
+_MISSING = object()
 
 
 def named_recipes() -> dict[str, str]:
@@ -69,13 +69,26 @@ def load_recipe(source: str | Path, settings: Sequence[str] = ()) -> Recipe:
     return parse_recipe(text, str(source), settings)
 
 
-def parse_recipe(text: str, source: str = "recipe", settings: Sequence[str] = ()) -> Recipe:
-    """Return the recipe that a TOML text describes, with changes as in `load_recipe`."""
+def parse_recipe(text: str, source: str = "recipe", settings: Sequence[str] = (), *, recorded: bool = False) -> Recipe:
+    """Return the recipe that a TOML text describes, with changes as in `load_recipe`.
+
+    recorded: it is that of a run, with every key written out, of which some may have no effect in this version.
+    """
     table = parse_toml(text, source)
+    if recorded:
+        _leave_out_defaults(table)
     for setting in settings:
         _apply(table, setting)
     check_values(table, source)  # a setting can nest tables too
     return _recipe(table, source)
+
+
+def _leave_out_defaults(table: dict[str, Any]) -> None:
+    """Take keys out of lines whose values are the defaults, or which never had an effect at their values."""
+    defaults = {f.name: f.default for f in fields(Line) if f.name not in ("label", "tasks")} | _RETIRED
+    for name, line in as_table(table.get("lines", {}), "lines").items():
+        for key in [key for key in as_table(line, f"lines.{name}") if line[key] == defaults.get(key, _MISSING)]:
+            del line[key]
 
 
 def _recipe(table: dict[str, Any], source: str) -> Recipe:
@@ -159,7 +172,6 @@ def _check_orders(images: Images, targets: list[str]) -> None:
 def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mapping[str, Task] | None) -> Line:
     where = f"lines.{name}"
     _check_name(name, "line")
-    own = {key: value for key, value in own.items() if key not in _RETIRED or value != _RETIRED[key]}
     method = typed({**defaults, **own}.get("method", Line.method), str, f"{where}: method")
     known = [*METHODS, JOINT, SINGLE]
     if method not in known:

@@ -21,7 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from xkfac.experiments.recipes.toml_tables import RecipeError, nearest, write_key, write_value
+from xkfac.experiments.files import nearest
+from xkfac.experiments.recipes.toml_tables import RecipeError, write_key, write_value
 from xkfac.methods import METHODS, Method, get_method
 
 DataSet = Literal["mnist", "digits"]
@@ -107,8 +108,8 @@ class Line:
     average: the epochs at the end whose weights are averaged, 0 for the last weights alone.
     method: one of `xkfac.METHODS`; or `joint`, which trains on all tasks at once, for each number of tasks in `at`; or
     `single`, which trains a network of its own for each task.
-    own: layers that each task has of its own, by patterns of their paths; `method` says whether BN is too. Permuted
-    digits are then told apart by themselves (`TaskTeller`).
+    own: layers that each task has of its own, by patterns of their paths; `method` says whether BN is too. The task
+    of a permuted image is then inferred from the image (`TaskInference`).
     interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
     damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
     held-out examples of the first task found. steady: take no learning rate above half of what is stable along the

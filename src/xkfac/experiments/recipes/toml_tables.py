@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tomllib
@@ -12,10 +11,9 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.files import shortened
+from xkfac.experiments.files import nearest, shortened
 
 _DEEPEST = 16  # tables and lists in one another; a recipe has four
-_LONGEST_WORD = 100  # a longer one resembles nothing, and comparing it takes long
 
 
 class RecipeError(XkfacError):
@@ -133,12 +131,6 @@ def settings_of(cls: type[Any], settings: Iterable[str]) -> Any:
             raise RecipeError(f"the setting '{shortened(setting)}' must have the form key=value, such as epochs=30")
         table[key.strip()] = read_value(text.strip())
     return build(cls, table, "settings")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a remark that suggests the nearest known name, if one is near."""
-    close = difflib.get_close_matches(name, list(known), 1, 0.5) if len(name) <= _LONGEST_WORD else []
-    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def write_key(name: str) -> str:

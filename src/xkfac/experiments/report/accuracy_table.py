@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
-from itertools import pairwise
-from statistics import fmean
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.report.tables import NOTHING, number, printable
-from xkfac.experiments.runs.results import Spread, spread
+from xkfac.experiments.report.markup import column_heads, marked, spread_text, table, table_row, text
+from xkfac.experiments.report.tables import best_places, number, printable
+from xkfac.experiments.runs.results import Spread
 
 MARK = "✓"
 CAPTION = (
@@ -42,41 +40,10 @@ class AccuracyRow:
     diverged: int = 0
     note: str = ""
 
-    @classmethod
-    def of(
-        cls,
-        method: str,
-        repeats: Sequence[Mapping[str, float]],
-        *,
-        active_bn: bool,
-        valid_curvature: bool,
-        balanced: bool,
-        reference: bool = False,
-    ) -> AccuracyRow:
-        """Return the row of some repeats, each the accuracies by task; its average is over the tasks of each repeat.
-
-        A repeat whose numbers are not all finite has diverged.
-
-        Raises XkfacError for repeats of different tasks, whose averages would not be of the same thing.
-        """
-        whole = [repeat for repeat in repeats if all(map(math.isfinite, repeat.values()))]
-        for one, other in pairwise(whole):
-            if one.keys() != other.keys():
-                raise XkfacError(
-                    f"repeats of '{method}' have different tasks ({', '.join(one)} and {', '.join(other)}); "
-                    "make a row of those with the same"
-                )
-        tasks = list(whole[0]) if whole else []
-        return cls(
-            method,
-            active_bn,
-            valid_curvature,
-            balanced,
-            {task: spread([repeat[task] for repeat in whole]) for task in tasks},
-            spread([fmean(repeat.values()) for repeat in whole if repeat]),
-            reference,
-            len(repeats) - len(whole),
-        )
+    @property
+    def facts(self) -> tuple[bool, bool, bool]:
+        """What the method does, in the order of the columns."""
+        return self.active_bn, self.valid_curvature, self.balanced
 
     @property
     def name(self) -> str:
@@ -94,66 +61,42 @@ class AccuracyRow:
         return value if value is not None and math.isfinite(value.mean) else None
 
 
-def as_markdown(rows: Sequence[AccuracyRow], digits: int = 2) -> str:
-    """Return the table as Markdown, the best of each block in bold; a rule of dashes is between blocks."""
-    head = _head(rows)
-    lines = [head, ["---"] * 4 + ["---:"] * (len(head) - 4)]
-    for place, block in enumerate(_blocks(rows)):
-        if place:
-            lines.append([NOTHING] + [""] * (len(head) - 1))
-        for row, marks in zip(block, _marks(block, _tasks(rows), digits), strict=True):
-            cells = [f"**{text}**" if best else text for text, best in _cells(row, rows, marks, digits)]
-            lines.append([row.name, *_facts(row), *cells])
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
-
-
 def as_text(rows: Sequence[AccuracyRow], digits: int = 2) -> str:
     """Return the table as a terminal shows it: columns in line, a * at the best, an empty line between blocks."""
-    lines: list[list[str]] = [_head(rows)]
-    for block in _blocks(rows):
-        lines.append([])
-        for row, marks in zip(block, _marks(block, _tasks(rows), digits), strict=True):
-            cells = [text + (" *" if best else "  ") for text, best in _cells(row, rows, marks, digits)]
-            lines.append([row.name, *_facts(row), *cells])
-    full = [line for line in lines if line]
-    widths = [max(len(line[place]) for line in full) for place in range(len(lines[0]))]
-    return "".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() + "\n"
-        for line in (lines[:1] + lines[2:])
-    )
+    blocks = [
+        [
+            [row.name, *(MARK if there else "" for there in row.facts)]
+            + [number(value, digits) + (" *" if best else "  ") for value, best in cells]
+            for row, cells in block
+        ]
+        for block in _blocks(rows, digits)
+    ]
+    head = _head(rows)
+    widths = [max(map(len, column)) for column in zip(head, *(line for block in blocks for line in block), strict=True)]
+
+    def written(line: Sequence[str]) -> str:
+        return "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n"
+
+    return written(head) + "\n".join("".join(map(written, block)) for block in blocks)
 
 
 def as_html(rows: Sequence[AccuracyRow], digits: int = 2) -> str:
-    """Return the table as an HTML element for a report's page, a body a block."""
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in _head(rows))
-    bodies = []
-    for block in _blocks(rows):
-        marks = _marks(block, _tasks(rows), digits)
-        inner = "\n".join(_html_row(row, rows, found, digits) for row, found in zip(block, marks, strict=True))
-        bodies.append(f"<tbody>\n{inner}\n</tbody>")
-    return (
-        '<div class="scroll" role="region" tabindex="0" aria-label="Table of accuracies"><table>'
-        f"<caption><span>{escape(CAPTION)}</span></caption>\n<thead><tr>{head}</tr></thead>\n"
-        + "\n".join(bodies)
-        + "</table></div>"
-    )
-
-
-def _html_row(row: AccuracyRow, rows: Sequence[AccuracyRow], marks: Sequence[bool], digits: int) -> str:
-    facts = "".join(
-        f'<td>{MARK}<span class="hidden"> yes</span></td>' if there else '<td><span class="hidden">no</span></td>'
-        for there in (row.active_bn, row.valid_curvature, row.balanced)
-    )
-    cells = []
-    for text, best in _cells(row, rows, marks, digits):
-        mean, _, deviation = text.partition(" ± ")
-        # No-break spaces: a number and its deviation stay in one line.
-        shown = f'{mean}&nbsp;<span class="soft">±&nbsp;{deviation}</span>' if deviation else mean
-        cells.append(f'<td><b>{shown}</b><span class="hidden"> (best)</span></td>' if best else f"<td>{shown}</td>")
-    opening = '<tr class="reference">' if row.reference else "<tr>"
-    said = '<span class="soft">reference</span>' if row.reference else ""
-    remark = f'<span class="warn">{escape(row.remark)}</span>' if row.remark else ""
-    return f'{opening}<th scope="row">{escape(printable(row.method))}{said}{remark}</th>{facts}{"".join(cells)}</tr>'
+    """Return the table as an HTML element for a report's page, a body per block."""
+    said = {True: f'{MARK}<span class="hidden"> yes</span>', False: '<span class="hidden">no</span>'}
+    bodies = [
+        [
+            table_row(
+                text(printable(row.method)),
+                [said[there] for there in row.facts]
+                + [marked(spread_text(value, digits), best) for value, best in cells],
+                [row.remark] if row.remark else [],
+                reference=row.reference,
+            )
+            for row, cells in block
+        ]
+        for block in _blocks(rows, digits)
+    ]
+    return table("Table of accuracies", text(CAPTION), column_heads(_head(rows)), *bodies)
 
 
 def _head(rows: Sequence[AccuracyRow]) -> list[str]:
@@ -166,34 +109,23 @@ def _tasks(rows: Sequence[AccuracyRow]) -> list[str]:
     return list(dict.fromkeys(task for row in rows for task in row.accuracies))
 
 
-def _blocks(rows: Sequence[AccuracyRow]) -> list[list[AccuracyRow]]:
-    """Return the rows without adaptive alpha, then those with, as the paper has them; without empty blocks."""
-    return [block for balanced in (False, True) if (block := [row for row in rows if row.balanced is balanced])]
+_Block = list[tuple[AccuracyRow, list[tuple[Spread | None, bool]]]]
 
 
-def _facts(row: AccuracyRow) -> list[str]:
-    return [MARK if there else "" for there in (row.active_bn, row.valid_curvature, row.balanced)]
+def _blocks(rows: Sequence[AccuracyRow], digits: int) -> list[_Block]:
+    """Return the rows without adaptive alpha, then those with, as the paper has them; without empty blocks.
 
-
-def _marks(block: Sequence[AccuracyRow], tasks: Sequence[str], digits: int) -> list[list[bool]]:
-    """Return for each row of a block where it is the best of a column, as far as the digits show."""
-    columns = [_best(block, column, digits) for column in (*tasks, None)]
-    return [[place in best for best in columns] for place in range(len(block))]
-
-
-def _best(block: Sequence[AccuracyRow], column: str | None, digits: int) -> set[int]:
-    values = {
-        place: round(value.mean, digits)
-        for place, row in enumerate(block)
-        if not row.reference and not row.diverged and (value := row.cell(column)) is not None
-    }
-    if len(set(values.values())) < 2:
-        return set()  # there is nothing to be better than
-    top = max(values.values())
-    return {place for place, value in values.items() if value == top}
-
-
-def _cells(row: AccuracyRow, rows: Sequence[AccuracyRow], marks: Sequence[bool], digits: int) -> list[tuple[str, bool]]:
-    """Return text and mark of each accuracy of a row."""
-    columns = (*_tasks(rows), None)
-    return [(number(row.cell(column), digits), best) for column, best in zip(columns, marks, strict=True)]
+    Beside each row stand its accuracies, the average last, and whether each is the best of its column in the block.
+    """
+    columns: list[str | None] = [*_tasks(rows), None]
+    found = []
+    for balanced in (False, True):
+        block = [row for row in rows if row.balanced is balanced]
+        rivals = {place: row for place, row in enumerate(block) if not row.reference and not row.diverged}
+        marks = [best_places({p: row.cell(column) for p, row in rivals.items()}, digits) for column in columns]
+        cells = [
+            [(row.cell(column), place in best) for column, best in zip(columns, marks, strict=True)]
+            for place, row in enumerate(block)
+        ]
+        found.append(list(zip(block, cells, strict=True)))
+    return [block for block in found if block]

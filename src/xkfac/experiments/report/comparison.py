@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xkfac.experiments.report.tables import Entry, entries, printable
+from xkfac.experiments.report.tables import ReportLine, entries, printable
 from xkfac.experiments.runs.results import JobResult, RunResults, Spread
 
 
@@ -32,7 +32,7 @@ class Comparison:
 
 def compare(runs: Sequence[RunResults]) -> list[Comparison]:
     """Return how lines that several runs have differ: each later run against the first that has the line."""
-    by_name: dict[str, list[Entry]] = {}
+    by_name: dict[str, list[ReportLine]] = {}
     for entry in entries(runs):
         by_name.setdefault(entry.name, []).append(entry)
     pairs = [(same[0], other) for same in by_name.values() for other in same[1:]]
@@ -40,7 +40,7 @@ def compare(runs: Sequence[RunResults]) -> list[Comparison]:
     return [comparison for comparison in found if comparison is not None]
 
 
-def _comparison(first: Entry, second: Entry) -> Comparison | None:
+def _comparison(first: ReportLine, second: ReportLine) -> Comparison | None:
     one, two = (dict(entry.curve(JobResult.average_accuracy)) for entry in (first, second))
     common = max(one.keys() & two.keys(), default=0)
     if not common:

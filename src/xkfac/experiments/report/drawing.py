@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import replace_file
-from xkfac.experiments.report.styles import inline_svg, looks, rendered
+from xkfac.experiments.report.styles import Style, inline_svg, looks, rendered
 from xkfac.experiments.report.tables import csv_text
 
 SPREAD = ("mean", "deviation", "repeats")
@@ -125,6 +126,40 @@ def multiples(
         finish(canvas)
         files = save(canvas, plot, folder)
     return files, tuple(panels)
+
+
+def curves(
+    plot: Plot,
+    titles: Sequence[str],
+    fill: Fill,
+    legend: Sequence[tuple[Key, Style]],
+    sizes: tuple[tuple[int, int], tuple[int, int]],
+    height: float,
+    tips: dict[str, str],
+    folder: Path,
+) -> Drawn:
+    """Draw panels of curves with one legend: as one file of a height in inches, and as elements for a page.
+
+    sizes: of an element on a wide page and on a phone. tips: the tooltips of artists by their gid.
+    """
+    panels = []
+    for position, title in enumerate(titles):
+        wide, narrow = (
+            element(partial(fill, position=position), size, f"{plot.key}.{position}{letter}.", tips, plot.alt)
+            for size, letter in zip(sizes, "wn", strict=True)
+        )
+        panels.append(Panel(title, plot.alt, wide, narrow))
+    with looks(10):
+        canvas = Canvas(figsize=(8, height), layout="constrained")
+        for position, title in enumerate(titles):
+            axes = canvas.add_subplot(len(titles), 1, position + 1)
+            fill(axes, position)
+            axes.set_title(title or shortened(plot.title, 90))
+        handles = [Line2D([], [], label=shortened(key.label), **style.plot) for key, style in legend]
+        canvas.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, handlelength=3.4)
+        files = save(canvas, plot, folder)
+    keys = tuple(key for key, _ in legend)
+    return Drawn(plot.key, plot.title, plot.note, *files, plot.alt, "curves", tuple(panels), keys)
 
 
 def whole_ticks(last: int, most: int) -> list[int]:

@@ -7,22 +7,19 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
-from matplotlib.lines import Line2D
 
 from xkfac.experiments.recipes.parsing import LONGEST_NAME
 from xkfac.experiments.recipes.recipe import Figure
-from xkfac.experiments.report.drawing import SPREAD, Drawn, Key, Panel, Plot, element, save, shortened, whole_ticks
+from xkfac.experiments.report.drawing import SPREAD, Drawn, Key, Plot, curves, whole_ticks
 from xkfac.experiments.report.multiples import draw_matrices, draw_training
 from xkfac.experiments.report.scatter import SCATTER, draw_scatter
-from xkfac.experiments.report.styles import Style, looks, style_of, swatch
-from xkfac.experiments.report.tables import Curve, Entry, entries, notes, number, printable, spread_cells
+from xkfac.experiments.report.styles import Style, style_of, swatch
+from xkfac.experiments.report.tables import Curve, ReportLine, entries, notes, number, printable, spread_cells
 from xkfac.experiments.report.tradeoff_figure import TRADEOFF, draw_tradeoff
 from xkfac.experiments.report.tradeoff_tables import Tradeoffs, tradeoffs
 from xkfac.experiments.runs.results import JobResult, RunResults, Spread
@@ -77,8 +74,8 @@ def figure_names(runs: Sequence[RunResults]) -> list[str]:
 
 
 def _named(
-    runs: Sequence[RunResults], lines: Sequence[Entry], taken: set[str]
-) -> tuple[list[tuple[str, Tradeoffs]], list[tuple[str, Figure, list[Entry]]], list[Entry]]:
+    runs: Sequence[RunResults], lines: Sequence[ReportLine], taken: set[str]
+) -> tuple[list[tuple[str, Tradeoffs]], list[tuple[str, Figure, list[ReportLine]]], list[ReportLine]]:
     """Return sweeps and figures of average accuracy with the names of their files, and the lines of no sweep."""
     swept = [(_file_name("tradeoff", taken), found) for found in tradeoffs(runs)]
     # Lines of sweeps are points of that figure, and too many for others.
@@ -89,11 +86,11 @@ def _named(
 
 
 def _figures(
-    runs: Sequence[RunResults], lines: Sequence[Entry], must: Sequence[Entry]
-) -> list[tuple[str, Figure, list[Entry]]]:
+    runs: Sequence[RunResults], lines: Sequence[ReportLine], must: Sequence[ReportLine]
+) -> list[tuple[str, Figure, list[ReportLine]]]:
     """Return the figures of all recipes, those of the same key as one, and one of `must` that are in none."""
     found: dict[str, Figure] = {}
-    shown: dict[str, list[Entry]] = {}
+    shown: dict[str, list[ReportLine]] = {}
     rest = list(lines)
     for run in runs:
         mine, rest = rest[: len(run.recipe.lines)], rest[len(run.recipe.lines) :]
@@ -118,30 +115,34 @@ def _file_name(key: str, taken: set[str], ending: str = "") -> str:
     return name
 
 
-def _accuracy(key: str, figure: Figure, lines: Sequence[Entry], folder: Path) -> Drawn:
-    what = "average accuracy (%)"
-    curves = _ranked(lines, JobResult.average_accuracy)
+def _accuracy(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Drawn:
     title = figure.title or f"Average accuracy, {key}"
-    ends = "; ".join(f"{e.label} {_end(c)}" for e, c in curves)
-    alt = f"{title}: average accuracy in percent against the number of tasks learnt. At the end: {ends}."
-    plot = Plot(key, title, figure.note, alt, ["line", "label", "tasks", *SPREAD], _curve_rows(curves))
-    return _draw_curves(plot, curves, what, folder, better=1)
+    said = "average accuracy in percent"
+    return _over_tasks(key, title, figure.note, said, lines, JobResult.average_accuracy, folder)
 
 
-def _forgetting(key: str, figure: Figure, lines: Sequence[Entry], folder: Path) -> Drawn:
-    curves = _ranked(lines, JobResult.forgetting)
+def _forgetting(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Drawn:
     title = f"Forgetting: {figure.title}" if figure.title else "Forgetting"
-    ends = "; ".join(f"{e.label} {_end(c)}" for e, c in curves)
-    alt = f"{title}: points lost on earlier tasks against the number of tasks learnt. At the end: {ends}."
     note = "How far accuracy on earlier tasks is below its best so far, on average, in percentage points."
-    plot = Plot(key, title, note, alt, ["line", "label", "tasks", *SPREAD], _curve_rows(curves))
-    return _draw_curves(plot, curves, "forgetting (points)", folder, better=-1)
+    return _over_tasks(key, title, note, "points lost on earlier tasks", lines, JobResult.forgetting, folder)
 
 
-_Curves = list[tuple[Entry, list[tuple[int, Spread]]]]
+def _over_tasks(
+    key: str, title: str, note: str, said: str, lines: Sequence[ReportLine], of: Curve, folder: Path
+) -> Drawn:
+    """Draw the average accuracy, or else the forgetting, of lines against the number of tasks."""
+    ranked = _ranked(lines, of)
+    ends = "; ".join(f"{e.label} {_end(c)}" for e, c in ranked)
+    alt = f"{title}: {said} against the number of tasks learnt. At the end: {ends}."
+    plot = Plot(key, title, note, alt, ["line", "label", "tasks", *SPREAD], _curve_rows(ranked))
+    what, better = ("forgetting (points)", -1) if of is JobResult.forgetting else ("average accuracy (%)", 1)
+    return _draw_curves(plot, ranked, what, folder, better=better)
 
 
-def _ranked(lines: Sequence[Entry], of: Curve) -> _Curves:
+_Curves = list[tuple[ReportLine, list[tuple[int, Spread]]]]
+
+
+def _ranked(lines: Sequence[ReportLine], of: Curve) -> _Curves:
     """Return the curves of lines, the one that ends highest first, as their ends stand in the plot."""
     curves = [(entry, entry.curve(of)) for entry in lines]
     return sorted(curves, key=lambda pair: -pair[1][-1][1].mean if pair[1] else math.inf)
@@ -176,15 +177,15 @@ def _zoom(curves: _Curves, better: int) -> tuple[float, float] | None:
     return first, last
 
 
-def _draw_curves(plot: Plot, curves: _Curves, what: str, folder: Path, *, better: int) -> Drawn:
-    zoom = _zoom(curves, better)
+def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better: int) -> Drawn:
+    zoom = _zoom(lines, better)
     titles = [""] if zoom is None else ["", f"The {'upper' if better > 0 else 'lower'} part, enlarged"]
     limits = [None, zoom]
-    longest = max((count for _, curve in curves for count, _ in curve), default=1)
-    styles = {entry.index: style_of(entry.index, entry.hue, entry.line) for entry, _ in curves}
+    longest = max((count for _, curve in lines for count, _ in curve), default=1)
+    styles = {entry.index: style_of(entry.index, entry.hue, entry.line) for entry, _ in lines}
 
     def fill(axes: Axes, position: int) -> None:
-        for entry, curve in curves:
+        for entry, curve in lines:
             _draw_curve(axes, entry, curve, styles[entry.index], longest)
         _task_axis(axes, longest)
         axes.set_ylabel(what)
@@ -195,32 +196,16 @@ def _draw_curves(plot: Plot, curves: _Curves, what: str, folder: Path, *, better
         elif better < 0 and axes.get_ylim()[0] > 0:
             axes.set_ylim(0, None)
 
-    tips = {f"{kind}-{e.index}": e.label for e, _ in curves for kind in ("series", "band")}
-    panels = []
-    for position, title in enumerate(titles):
-        wide, narrow = (
-            element(partial(fill, position=position), size, f"{plot.key}.{position}{letter}.", tips, plot.alt)
-            for size, letter in ((_WIDE, "w"), (_NARROW, "n"))
-        )
-        panels.append(Panel(title, plot.alt, wide, narrow))
-    legend = tuple(
-        Key(e.label, swatch(styles[e.index]), _end(curve), "; ".join(notes(e)), f"series-{e.index}")
-        for e, curve in curves
-    )
-    with looks(10):
-        rows = math.ceil(len(curves) / 2)
-        canvas = Canvas(figsize=(8, 4.4 * len(titles) + 0.23 * rows + 0.5), layout="constrained")
-        for position, title in enumerate(titles):
-            axes = canvas.add_subplot(len(titles), 1, position + 1)
-            fill(axes, position)
-            axes.set_title(title or shortened(plot.title, 90))
-        handles = [Line2D([], [], label=shortened(e.label), **styles[e.index].plot) for e, _ in curves]
-        canvas.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, handlelength=3.4)
-        files = save(canvas, plot, folder)
-    return Drawn(plot.key, plot.title, plot.note, *files, plot.alt, "curves", tuple(panels), legend)
+    tips = {f"{kind}-{e.index}": e.label for e, _ in lines for kind in ("series", "band")}
+    legend = [
+        (Key(e.label, swatch(styles[e.index]), _end(curve), "; ".join(notes(e)), f"series-{e.index}"), styles[e.index])
+        for e, curve in lines
+    ]
+    height = 4.4 * len(titles) + 0.23 * math.ceil(len(lines) / 2) + 0.5
+    return curves(plot, titles, fill, legend, (_WIDE, _NARROW), height, tips, folder)
 
 
-def _draw_curve(axes: Axes, entry: Entry, curve: Sequence[tuple[int, Spread]], style: Style, longest: int) -> None:
+def _draw_curve(axes: Axes, entry: ReportLine, curve: Sequence[tuple[int, Spread]], style: Style, longest: int) -> None:
     counts = [count for count, _ in curve]
     means = np.array([value.mean for _, value in curve])
     deviations = np.nan_to_num([value.deviation for _, value in curve])

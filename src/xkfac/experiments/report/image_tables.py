@@ -12,8 +12,8 @@ from typing import Any
 
 from xkfac.experiments.recipes.recipe import SINGLE, Line
 from xkfac.experiments.report.accuracy_table import AccuracyRow, as_html, as_text
-from xkfac.experiments.report.markup import column_heads, spread_text, table, text
-from xkfac.experiments.report.tables import Entry, csv_text, entries, notes, number, spread_cells
+from xkfac.experiments.report.markup import column_heads, spread_text, table, table_row, text
+from xkfac.experiments.report.tables import ReportLine, csv_text, entries, notes, number, spread_cells
 from xkfac.experiments.runs.results import RunResults, Spread, spread
 
 _Finals = dict[int, dict[str, float]]  # by seed and task
@@ -46,7 +46,7 @@ class ImageTables:
     """The tables of one run: its lines with a row of accuracies each, and the shares of those that compete."""
 
     source: str
-    entries: Sequence[Entry]
+    entries: Sequence[ReportLine]
     accuracies: Sequence[AccuracyRow]
     shares: Sequence[ShareRow]
 
@@ -62,7 +62,7 @@ def image_tables(runs: Sequence[RunResults]) -> list[ImageTables | None]:
     return found
 
 
-def _tables(run: RunResults, mine: Sequence[Entry]) -> ImageTables:
+def _tables(run: RunResults, mine: Sequence[ReportLine]) -> ImageTables:
     source, *targets = run.recipe.tasks
     rows = [_accuracy_row(entry, [source, *targets]) for entry in mine]
     tops = ceilings(mine, targets)
@@ -70,7 +70,7 @@ def _tables(run: RunResults, mine: Sequence[Entry]) -> ImageTables:
     return ImageTables(source, mine, rows, [_share_row(entry, source, targets, tops) for entry in learnt])
 
 
-def ceilings(mine: Sequence[Entry], targets: Sequence[str]) -> dict[str, Ceiling]:
+def ceilings(mine: Sequence[ReportLine], targets: Sequence[str]) -> dict[str, Ceiling]:
     """Return the ceiling of each target: of lines of the method `single` the best on its validation images.
 
     So its learning rate is chosen as that of any other line may be, and test images decide nothing.
@@ -88,7 +88,7 @@ def ceilings(mine: Sequence[Entry], targets: Sequence[str]) -> dict[str, Ceiling
     return found
 
 
-def _validations(entry: Entry, task: str) -> list[float]:
+def _validations(entry: ReportLine, task: str) -> list[float]:
     """Return the accuracy of the weights that each repeat kept on the validation images of a task."""
     found = []
     for job in entry.results.jobs:
@@ -99,13 +99,13 @@ def _validations(entry: Entry, task: str) -> list[float]:
     return found
 
 
-def _finals(entry: Entry) -> _Finals:
+def _finals(entry: ReportLine) -> _Finals:
     """Return the accuracies of each repeat that has learnt all tasks, by its seed."""
     ends = {job.seed: job.final() for job in entry.results.jobs}
     return {seed: end for seed, end in ends.items() if end is not None}
 
 
-def _accuracy_row(entry: Entry, tasks: Sequence[str]) -> AccuracyRow:
+def _accuracy_row(entry: ReportLine, tasks: Sequence[str]) -> AccuracyRow:
     ends = list(_finals(entry).values())
     shown = [task for task in tasks if any(task in end for end in ends)]
     # Of a line that leaves tasks out, repeats in other orders have others, whose averages are not of the same thing.
@@ -133,7 +133,7 @@ def facts_of(line: Line) -> tuple[bool, bool, bool]:
     return not method.fixed_bn, method.penalised and (alone or with_terms), line.balance
 
 
-def _share_row(entry: Entry, source: str, targets: Sequence[str], tops: Mapping[str, Ceiling]) -> ShareRow:
+def _share_row(entry: ReportLine, source: str, targets: Sequence[str], tops: Mapping[str, Ceiling]) -> ShareRow:
     finals = _finals(entry)
     first = {job.seed: row[0] for job in entry.results.jobs if job.accuracy and (row := job.accuracy[0]) is not None}
     kept = [_percent(end[source], first[seed]) for seed, end in finals.items() if source in end]
@@ -157,9 +157,7 @@ def tables_html(tables: ImageTables) -> str:
     )
     targets = _targets(tables.shares)
     body = (
-        f'<tr><th scope="row">{text(row.label)}</th><td>{spread_text(row.kept, 1)}</td>'
-        + "".join(f"<td>{spread_text(row.shares.get(task), 1)}</td>" for task in targets)
-        + "</tr>"
+        table_row(text(row.label), (spread_text(value, 1) for value in (row.kept, *map(row.shares.get, targets))))
         for row in tables.shares
     )
     head = column_heads(["line", *_share_titles(tables)])
@@ -171,8 +169,7 @@ def tables_text(tables: ImageTables) -> tuple[str, list[list[str]]]:
     """Return the accuracies as a terminal shows them, and the rows of the shares, their header first."""
     targets = _targets(tables.shares)
     rows = [
-        [row.label, number(row.kept, 1), *(number(row.shares.get(task), 1) for task in targets)]
-        for row in tables.shares
+        [row.label, *(number(value, 1) for value in (row.kept, *map(row.shares.get, targets)))] for row in tables.shares
     ]
     return as_text(tables.accuracies), [["line", *_share_titles(tables)], *rows] if rows else []
 

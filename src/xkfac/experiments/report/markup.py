@@ -29,14 +29,27 @@ def counted(number_of: int, word: str) -> str:
     return f"{number_of} {word}" if number_of == 1 else f"{number_of} {word}s"
 
 
-def table(name: str, caption: str, head: str, body: Iterable[str]) -> str:
-    """Return a table that scrolls by itself where the page is narrow; head and body are rows of elements."""
-    rows = "\n".join(body)
+def table(name: str, caption: str, head: str, *bodies: Iterable[str]) -> str:
+    """Return a table that scrolls by itself where the page is narrow; head and bodies are rows of elements."""
+    blocks = "\n".join("<tbody>\n" + "\n".join(rows) + "\n</tbody>" for rows in bodies)
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{name}"><table>'
-        f"<caption><span>{caption}</span></caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
-        "</div>"
+        f"<caption><span>{caption}</span></caption>\n<thead><tr>{head}</tr></thead>\n{blocks}</table></div>"
     )
+
+
+def table_row(label: str, cells: Iterable[str], remarks: Iterable[str] = (), *, reference: bool = False) -> str:
+    """Return a row of a table: its label and cells as elements; remarks are text that a reader must know of it."""
+    opening, said = ('<tr class="reference">', '<span class="soft">reference</span>') if reference else ("<tr>", "")
+    warned = "".join(f'<span class="warn">{text(remark)}</span>' for remark in remarks)
+    return (
+        f'{opening}<th scope="row">{label}{said}{warned}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    )
+
+
+def marked(cell: str, best: bool) -> str:
+    """Return a cell, in bold if it is the best of its column."""
+    return f'<b>{cell}</b><span class="hidden"> (best)</span>' if best else cell
 
 
 def column_heads(titles: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from xkfac.experiments.report.drawing import SPREAD, Drawn, Key, Plot, Scale, multiples, shortened, whole_ticks
 from xkfac.experiments.report.styles import PALETTE, Style, swatch
-from xkfac.experiments.report.tables import Entry, printable, spread_cells
+from xkfac.experiments.report.tables import ReportLine, printable, spread_cells
 from xkfac.experiments.runs.results import Spread, spread
 
 _MATRIX, _TRAINING = (190, 190), (330, 200)
@@ -30,7 +30,7 @@ _LONG = 15  # tasks from which on epochs are too dense to be read one by one
 _POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def draw_matrices(key: str, lines: Sequence[Entry], folder: Path) -> Drawn:
+def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Drawn:
     """Draw the accuracy on every task after every task as heat maps, one a line."""
     cells = [_cells(entry) for entry in lines]
     matrices = [_mean_matrix(entry.reached, of) for entry, of in zip(lines, cells, strict=True)]
@@ -83,7 +83,7 @@ def _mean_matrix(size: int, cells: list[tuple[int, int, Spread]]) -> np.ndarray[
     return means
 
 
-def _cells(entry: Entry) -> list[tuple[int, int, Spread]]:
+def _cells(entry: ReportLine) -> list[tuple[int, int, Spread]]:
     """Return (tasks learnt so far, task, accuracy over repeats), both counted from 1."""
     found = []
     for after in range(1, entry.reached + 1):
@@ -96,12 +96,12 @@ def _cells(entry: Entry) -> list[tuple[int, int, Spread]]:
     return found
 
 
-def _name(entry: Entry, task: int) -> str:
+def _name(entry: ReportLine, task: int) -> str:
     """Return the name of a task, counted from 1, where all repeats of a line have it at this place."""
     return entry.order[task - 1] if entry.order else ""
 
 
-def _matrix_alt(entry: Entry, means: np.ndarray[Any, Any]) -> str:
+def _matrix_alt(entry: ReportLine, means: np.ndarray[Any, Any]) -> str:
     last = means[-1]
     return (
         f"{entry.label}: after {len(means)} tasks {np.nanmin(last):.1f}% on the worst and {np.nanmax(last):.1f}% on "
@@ -142,7 +142,7 @@ def _draw_matrix(
                 )
 
 
-def draw_training(key: str, lines: Sequence[Entry], folder: Path) -> Drawn:
+def draw_training(key: str, lines: Sequence[ReportLine], folder: Path) -> Drawn:
     """Draw loss and penalty over epochs, one plot a line, all with the same scale."""
     curves = [(entry, {what: _epoch_curve(entry, what) for what in ("loss", "penalty")}) for entry in lines]
     values = [
@@ -176,7 +176,7 @@ def draw_training(key: str, lines: Sequence[Entry], folder: Path) -> Drawn:
 _EpochCurve = list[tuple[int, int, Spread]]
 
 
-def _epoch_curve(entry: Entry, what: str) -> _EpochCurve:
+def _epoch_curve(entry: ReportLine, what: str) -> _EpochCurve:
     """Return (task, epoch, spread over repeats), both counted from 1, of the loss or the penalty."""
     found: dict[tuple[int, int], list[float]] = {}
     for job in entry.results.jobs:
@@ -188,7 +188,7 @@ def _epoch_curve(entry: Entry, what: str) -> _EpochCurve:
     return [(*place, value) for place, value in spreads if value is not None]
 
 
-def _training_rows(entry: Entry, of: dict[str, _EpochCurve]) -> list[list[Any]]:
+def _training_rows(entry: ReportLine, of: dict[str, _EpochCurve]) -> list[list[Any]]:
     values = {what: {(task, epoch): value for task, epoch, value in curve} for what, curve in of.items()}
     return [
         [entry.name, entry.label, *place, *(cell for what in values for cell in spread_cells(values[what].get(place)))]
@@ -197,7 +197,7 @@ def _training_rows(entry: Entry, of: dict[str, _EpochCurve]) -> list[list[Any]]:
 
 
 def _draw_training(
-    axes: Axes, entry: Entry, of: dict[str, _EpochCurve], bounds: tuple[float, float], last: int
+    axes: Axes, entry: ReportLine, of: dict[str, _EpochCurve], bounds: tuple[float, float], last: int
 ) -> None:
     for hue, curve in enumerate(of.values()):
         places = [(task, task - 1 + epoch / entry.line.epochs, value.mean) for task, epoch, value in curve]

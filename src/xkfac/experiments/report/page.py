@@ -19,12 +19,12 @@ from xkfac.experiments.report.comparison import Comparison, compare
 from xkfac.experiments.report.drawing import Drawn, Key, Panel, Scale, write_file
 from xkfac.experiments.report.figures import draw_all
 from xkfac.experiments.report.image_tables import ImageTables, image_tables, tables_csv, tables_html
-from xkfac.experiments.report.markup import column_heads, counted, spread_text, table, text
+from xkfac.experiments.report.markup import column_heads, counted, marked, spread_text, table, table_row, text
 from xkfac.experiments.report.styles import style_of, swatch
 from xkfac.experiments.report.tables import (
     NOTHING,
     Column,
-    Entry,
+    ReportLine,
     SummaryRow,
     best,
     columns,
@@ -198,17 +198,11 @@ def _summary(rows: Sequence[SummaryRow]) -> str:
 def _result_row(position: int, row: SummaryRow, shown: Sequence[Column], marks: Sequence[set[int]], most: int) -> str:
     cells = []
     for column, won in zip(shown, marks, strict=True):
-        cell = spread_text(column.value(row), column.digits)
-        if position in won:
-            cell = f'<b>{cell}</b><span class="hidden"> (best)</span>'
+        cell = marked(spread_text(column.value(row), column.digits), position in won)
         if column.title == f"after {most}" and 0 < row.reached < most:
             cell += f'<br><span class="soft">after {row.reached}</span>'
-        cells.append(f"<td>{cell}</td>")
-    remarks = "".join(f'<span class="warn">{text(note)}</span>' for note in row.notes)
-    reference = row.entry.reference
-    said = '<span class="soft">reference</span>' if reference else ""
-    opening = '<tr class="reference">' if reference else "<tr>"
-    return f'{opening}<th scope="row">{text(row.label)}{said}{remarks}</th>{"".join(cells)}</tr>'
+        cells.append(cell)
+    return table_row(text(row.label), cells, row.notes, reference=row.entry.reference)
 
 
 def _side_by_side(runs: Sequence[RunResults]) -> str:
@@ -233,8 +227,8 @@ def _comparison_row(row: Comparison) -> str:
     error = NOTHING if math.isnan(row.error) else f"{row.error:.2f}"
     interval = NOTHING if math.isnan(row.low) else f"{signed(row.low)} to {signed(row.high)}"
     runs = f'<span class="soft">{text(row.runs[1])} against {text(row.runs[0])}</span>'
-    cells = (row.tasks, spread_text(row.first), spread_text(row.second), difference, error, interval)
-    return f'<tr><th scope="row">{text(row.label)}{runs}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    cells = (str(row.tasks), spread_text(row.first), spread_text(row.second), difference, error, interval)
+    return table_row(text(row.label) + runs, cells)
 
 
 def _figures(drawn: Sequence[Drawn], rows: Sequence[SummaryRow]) -> str:
@@ -329,7 +323,7 @@ def _common(settings: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {key: v[0] for key, v in values.items() if len(set(v)) == 1 and (len(v) > 1 or len(settings) == 1)}
 
 
-def _line(entry: Entry, settings: Mapping[str, str], common: Mapping[str, str]) -> str:
+def _line(entry: ReportLine, settings: Mapping[str, str], common: Mapping[str, str]) -> str:
     note = f"<p>{text(entry.line.note)}</p>" if entry.line.note else ""
     remarks = "".join(f'<p><span class="warn">{text(said)}</span></p>' for said in notes(entry))
     own = {key: value for key, value in settings.items() if key not in common}

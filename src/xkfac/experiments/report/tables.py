@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ Curve = Callable[[JobResult], Sequence[float | None]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ReportLine:
     """One line of one run, under the label that tells it apart from all others of a report.
 
     results: its jobs that have started, with what is not finite cut off. diverged: for each repeat that diverged, the
@@ -74,7 +74,7 @@ class SummaryRow:
     below are taken over the repeats that got as far. notes: what keeps the row from being a plain result.
     """
 
-    entry: Entry
+    entry: ReportLine
     label: str
     repeats: int
     tasks: int
@@ -140,9 +140,9 @@ def run_names(runs: Sequence[RunResults]) -> list[str]:
     return unique
 
 
-def entries(runs: Sequence[RunResults]) -> list[Entry]:
+def entries(runs: Sequence[RunResults]) -> list[ReportLine]:
     """Return all lines of all runs, those without any result so far among them, with labels that do not collide."""
-    found: list[Entry] = []
+    found: list[ReportLine] = []
     for run, run_name in zip(runs, run_names(runs), strict=True):
         for name, line in run.recipe.lines.items():
             planned = run.lines.get(name, LineResults(name)).jobs
@@ -150,7 +150,7 @@ def entries(runs: Sequence[RunResults]) -> list[Entry]:
             diverged = tuple(sorted(job.diverged for job in jobs if job.diverged is not None))
             results = LineResults(name, jobs)
             label = printable(line.label or name)
-            entry = Entry(len(found), run_name, name, label, line, results, diverged, len(planned))
+            entry = ReportLine(len(found), run_name, name, label, line, results, diverged, len(planned))
             found.append(replace(entry, images=run.recipe.images is not None))
     found = _coloured(found, zip(runs, run_names(runs), strict=True))
     in_run = Counter((entry.run, entry.label) for entry in found)
@@ -159,7 +159,7 @@ def entries(runs: Sequence[RunResults]) -> list[Entry]:
     return [replace(e, label=f"{e.run}: {e.label}") if labels[e.label] > 1 else e for e in found]
 
 
-def _coloured(found: list[Entry], runs: Iterable[tuple[RunResults, str]]) -> list[Entry]:
+def _coloured(found: list[ReportLine], runs: Iterable[tuple[RunResults, str]]) -> list[ReportLine]:
     """Return entries with the first colour that no earlier line of a figure they are in has, or else the rarest."""
     figures = [{(run_name, name) for name in f.lines} for run, run_name in runs for f in run.recipe.figures.values()]
     hues: dict[tuple[str, str], int] = {}
@@ -171,7 +171,7 @@ def _coloured(found: list[Entry], runs: Iterable[tuple[RunResults, str]]) -> lis
     return [replace(entry, hue=hues[entry.run, entry.name]) for entry in found]
 
 
-def notes(entry: Entry) -> tuple[str, ...]:
+def notes(entry: ReportLine) -> tuple[str, ...]:
     """Return what a reader must know of a line's results: where it diverged, and what is still missing."""
     said = []
     if entry.diverged:
@@ -195,7 +195,7 @@ def summary(runs: Sequence[RunResults]) -> list[SummaryRow]:
     return [_row(entry) for entry in entries(runs)]
 
 
-def _row(entry: Entry) -> SummaryRow:
+def _row(entry: ReportLine) -> SummaryRow:
     reached = entry.reached
     averages = dict(entry.curve(JobResult.average_accuracy))
     # References learn no task after another: where they have all rows, they must not be read as if they did.
@@ -267,21 +267,24 @@ def _checkpoint(count: int) -> Column:
 
 
 def best(column: Column, rows: Sequence[SummaryRow]) -> set[int]:
-    """Return the positions of the rows whose value of a column is the best, as far as its digits show.
+    """Return the positions of the rows whose value of a column is the best.
 
     References are no competitors, and neither are lines with diverged repeats or with fewer tasks than others.
     """
     most = max((row.reached for row in rows), default=0)
-    values = {
-        position: round(value.mean, column.digits)
+    rivals = {
+        position: column.value(row)
         for position, row in enumerate(rows)
         if not row.entry.reference and not row.entry.diverged and row.reached == most
-        if (value := column.value(row)) is not None
     }
-    if len(set(values.values())) < 2 or not column.better:
-        return set()  # there is nothing to be better than
-    top = max(values.values(), key=lambda value: column.better * value)
-    return {position for position, value in values.items() if value == top}
+    return best_places(rivals, column.digits, column.better) if column.better else set()
+
+
+def best_places(values: Mapping[int, Spread | None], digits: int, better: int = 1) -> set[int]:
+    """Return where the best of some values are, as far as digits show; nowhere if none is better than another."""
+    shown = {place: round(value.mean, digits) for place, value in values.items() if value is not None}
+    top = max(shown.values(), key=lambda value: better * value, default=None)
+    return {place for place, value in shown.items() if value == top} if len(set(shown.values())) > 1 else set()
 
 
 def number(value: Spread | None, digits: int = 2) -> str:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
-from matplotlib.lines import Line2D
 
-from xkfac.experiments.report.drawing import Drawn, Key, Panel, Plot, element, save, shortened
-from xkfac.experiments.report.styles import INK, Style, looks, style_of, swatch
+from xkfac.experiments.report.drawing import Drawn, Key, Plot, curves
+from xkfac.experiments.report.styles import INK, Style, style_of, swatch
 from xkfac.experiments.report.tables import HUES, number, spread_cells
 from xkfac.experiments.report.tradeoff import reach
 from xkfac.experiments.report.tradeoff_tables import Tradeoff, Tradeoffs, in_percent
@@ -62,37 +59,13 @@ def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOF
             axes.set_ylim(*bounds[1])
 
     tips = {f"series-{place}": curve.label for place, curve in enumerate(shown)}
-    panels = []
     titles = ["", "The upper right part, enlarged"][: len(limits)]
-    for position, said in enumerate(titles):
-        wide, narrow = (
-            element(partial(fill, position=position), size, f"{key}.{position}{letter}.", tips, alt)
-            for size, letter in ((_WIDE, "w"), (_NARROW, "n"))
-        )
-        panels.append(Panel(said, alt, wide, narrow))
-    legend = tuple(
-        Key(
-            curve.label,
-            swatch(style),
-            number(curve.area, 3) if curve.key else "",
-            "; ".join(curve.notes),
-            f"series-{i}",
-        )
-        for i, (curve, style) in enumerate(zip(shown, styles, strict=True))
-    )
-    with looks(10):
-        canvas = Canvas(figsize=(8, 5.2 * len(titles) + 0.12 * len(shown) + 0.5), layout="constrained")
-        for position, said in enumerate(titles):
-            axes = canvas.add_subplot(len(titles), 1, position + 1)
-            fill(axes, position)
-            axes.set_title(said or shortened(title, 90))
-        handles = [
-            Line2D([], [], label=shortened(curve.label), **style.plot)
-            for curve, style in zip(shown, styles, strict=True)
-        ]
-        canvas.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, handlelength=3.4)
-        files = save(canvas, plot, folder)
-    return Drawn(key, title, plot.note, *files, alt, "curves", tuple(panels), legend)
+    legend = []
+    for place, (curve, style) in enumerate(zip(shown, styles, strict=True)):
+        size = number(curve.area, 3) if curve.key else ""
+        legend.append((Key(curve.label, swatch(style), size, "; ".join(curve.notes), f"series-{place}"), style))
+    height = 5.2 * len(titles) + 0.12 * len(shown) + 0.5
+    return curves(plot, titles, fill, legend, (_WIDE, _NARROW), height, tips, folder)
 
 
 def _rows(found: Tradeoffs) -> list[list[Any]]:

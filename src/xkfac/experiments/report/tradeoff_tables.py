@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from xkfac.experiments.report.image_tables import Ceiling, ceilings
-from xkfac.experiments.report.markup import column_heads, spread_text, table, text
-from xkfac.experiments.report.tables import Entry, csv_text, entries, number, spread_cells
+from xkfac.experiments.report.markup import column_heads, spread_text, table, table_row, text
+from xkfac.experiments.report.tables import ReportLine, csv_text, entries, number, spread_cells
 from xkfac.experiments.report.tradeoff import area, reach
 from xkfac.experiments.runs.results import JobResult, RunResults, Spread, spread
 
@@ -24,7 +24,7 @@ NOT_REACHED = "not reached"
 class SweepPoint:
     """One line of a sweep: its value, and by seed what is kept of the source and the share of the targets' ceilings."""
 
-    entry: Entry
+    entry: ReportLine
     value: float | None
     by_seed: Mapping[int, tuple[float, float]]
 
@@ -104,7 +104,7 @@ def tradeoffs(runs: Sequence[RunResults]) -> list[Tradeoffs]:
     return found
 
 
-def _tradeoffs(mine: Sequence[Entry]) -> Tradeoffs | None:
+def _tradeoffs(mine: Sequence[ReportLine]) -> Tradeoffs | None:
     competing = [entry for entry in mine if not entry.reference]
     done = [job for entry in competing for job in entry.results.jobs if job.final() and len(job.tasks) > 1]
     if not done or not any(entry.line.sweep for entry in competing):
@@ -203,16 +203,14 @@ def tradeoffs_html(found: Tradeoffs) -> str:
         "that below this, over 0 to 100% kept, 1 where the ceilings are reached throughout; nothing is extrapolated."
         + (f" Ceilings: {tops}, chosen on validation images." if tops else "")
     )
-    body = []
-    for curve in found.curves:
-        remarks = "".join(f'<span class="warn">{text(said)}</span>' for said in curve.notes)
-        cells = [_cell(curve, level, spread_text) for level in LEVELS]
-        shown = [spread_text(curve.area, 3), *cells, text(_values(curve))]
-        body.append(
-            f'<tr><th scope="row">{text(curve.label)}{remarks}</th>'
-            + "".join(f"<td>{cell}</td>" for cell in shown)
-            + "</tr>"
+    body = [
+        table_row(
+            text(curve.label),
+            [spread_text(curve.area, 3), *(_cell(curve, level, spread_text) for level in LEVELS), text(_values(curve))],
+            curve.notes,
         )
+        for curve in found.curves
+    ]
     return table("Table of trade-offs", caption, column_heads(_heads(found)), body)
 
 

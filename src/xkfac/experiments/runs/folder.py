@@ -90,7 +90,7 @@ class RunFolder:
             facts = read_json(path / "run.json")
             content = read_regular(path / "recipe.toml", LARGEST_TEXT)
             _check_facts(path, facts, content)
-            recipe = parse_recipe(content.decode(), str(path / "recipe.toml"))
+            recipe = parse_recipe(content.decode(), str(path / "recipe.toml"), recorded=True)
         except RunError:
             raise
         except (OSError, ValueError, XkfacError) as error:

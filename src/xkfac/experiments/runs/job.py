@@ -20,8 +20,8 @@ from xkfac.errors import MemoryFileError, NotFiniteError
 from xkfac.experiments.data.digits import batches, stream
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Line
 from xkfac.experiments.runs.folder import JobFolder, RunError, not_written
-from xkfac.experiments.runs.stages import Batches, Progress, Stage, stages_of
-from xkfac.experiments.runs.tasks import Course
+from xkfac.experiments.runs.stages import Batches, JobState, Stage, stages_of
+from xkfac.experiments.runs.tasks import TaskSequence
 from xkfac.experiments.runs.training import Examples, Stepper, load_momentum, make_optimizer, momentum_of
 from xkfac.learning.balance import Balance
 from xkfac.learning.calibrator import calibrate
@@ -33,7 +33,7 @@ CHECKPOINT_SECONDS = 10.0
 
 
 @dataclass
-class Sequence:
+class JobRun:
     """Learns the tasks of a line; the same numbers come out however often it is interrupted.
 
     floors: C_t by task, for a line whose losses are balanced. autocast: the dtype that the network computes in.
@@ -41,12 +41,12 @@ class Sequence:
 
     line: Line
     seed: int
-    course: Course
+    sequence: TaskSequence
     folder: JobFolder
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     floors: Mapping[str, float] = field(default_factory=dict)
     autocast: torch.dtype | None = None
-    progress: Progress = field(default_factory=Progress)
+    state: JobState = field(default_factory=JobState)
     memory: Memory | None = None
 
     def __post_init__(self) -> None:
@@ -59,11 +59,11 @@ class Sequence:
         self._best: dict[str, Tensor] = {}
         self._start: dict[str, Tensor] = {}
         self._balance: Balance | None = None
-        self.model = self.course.network()
+        self.model = self.sequence.network()
 
     @property
     def _device(self) -> torch.device:
-        return self.course.device
+        return self.sequence.device
 
     def turn_to(
         self, stage: int, weights: Mapping[str, Tensor] | None = None, memory: Memory | None = None
@@ -73,13 +73,13 @@ class Sequence:
         weights: of the network that enters it, by default the initial one. memory: is lent, so that checkpoints leave
         it out.
         """
-        self.progress, self._lent = Progress(stage=stage), True
+        self.state, self._lent = JobState(stage=stage), True
         if weights is not None:
             self.model.load_state_dict(weights)
         state = self.folder.restore()
         carried = {} if state is None else self._load(*state)
         self.memory = memory
-        self.course.enter(self.model, self.stages[stage].task)
+        self.sequence.enter(self.model, self.stages[stage].task)
         return carried
 
     def run(self) -> None:
@@ -87,17 +87,17 @@ class Sequence:
         state = self.folder.restore()
         carried: dict[str, Tensor] = {}
         if state is None:
-            known = range(0 if self.course.given else self.line.tasks)
-            untrained = [self.course.accuracy(self.model, task, "test") for task in known]
-            order = list(self.course.tasks[: self.line.tasks])
+            known = range(0 if self.sequence.known else self.line.tasks)
+            untrained = [self.sequence.accuracy(self.model, task, "test") for task in known]
+            order = list(self.sequence.tasks[: self.line.tasks])
             self.folder.note("start", line=self.folder.line, seed=self.seed, untrained=untrained, tasks=order)
         else:
             carried = self._load(*state)
             if self.folder.result().done:
                 return
-        while self.progress.stage < len(self.stages):
+        while self.state.stage < len(self.stages):
             if not self._finite_stage(carried):
-                self.folder.note("end", diverged=self.stages[self.progress.stage].task)
+                self.folder.note("end", diverged=self.stages[self.state.stage].task)
                 break
             carried = {}
         else:
@@ -113,15 +113,15 @@ class Sequence:
 
     def _stage(self, carried: dict[str, Tensor]) -> bool:
         """Go through a stage to its end; return whether its numbers stayed finite."""
-        stage, start = self.stages[self.progress.stage], time.monotonic() - self.progress.seconds
-        self.course.enter(self.model, stage.task)
-        if stage.count > self.course.given:
-            if self.progress.epoch == 0:
+        stage, start = self.stages[self.state.stage], time.monotonic() - self.state.seconds
+        self.sequence.enter(self.model, stage.task)
+        if stage.count > self.sequence.known:
+            if self.state.epoch == 0:
                 if stage.anew:
-                    self.model = self.course.network()
-                    self.course.enter(self.model, stage.task)
+                    self.model = self.sequence.network()
+                    self.sequence.enter(self.model, stage.task)
                 else:
-                    self.progress.before = self.course.accuracy(self.model, stage.task, "test")
+                    self.state.before = self.sequence.accuracy(self.model, stage.task, "test")
             if not self.learn(stage, carried):
                 return False
         if not stage.anew:
@@ -135,16 +135,16 @@ class Sequence:
         carried: the momentum, and the balance, of a training that goes on. Early stopping keeps the best epoch also of
         a training that diverged later.
         """
-        line, progress = self.line, self.progress
-        start = time.monotonic() - progress.seconds
-        examples = self.course.train(stage.tasks)
+        line, state = self.line, self.state
+        start = time.monotonic() - state.seconds
+        examples = self.sequence.train(stage.tasks)
         with self._stepper(examples, stage) as stepper:
             self._take_up(stepper, carried)
-            while progress.epoch < line.epochs and not progress.diverged:
+            while state.epoch < line.epochs and not state.diverged:
                 self._epoch(stepper, stage)
-                progress.seconds = time.monotonic() - start
+                state.seconds = time.monotonic() - start
                 self._save(self._carried(stepper))
-        if not self._best or (progress.diverged and not line.early_stopping):
+        if not self._best or (state.diverged and not line.early_stopping):
             return False
         self.model.load_state_dict(self._best)
         self._best = {}
@@ -161,7 +161,7 @@ class Sequence:
         if self.memory is None or not self._protected:
             yield Stepper(self.model, examples, make_optimizer(self.model, self.line.momentum), None, **options)
             return
-        if self.progress.epoch == 0:
+        if self.state.epoch == 0:
             # Statistics are pooled over all examples, so large batches give the same and are faster. They are of the
             # examples as training draws them: with others the running statistics would leave the anchor at once.
             examples.redraw(self.seed, stage.task, -1)
@@ -181,9 +181,9 @@ class Sequence:
             learner.load_state_dict(begun)
             first = line.learning_rate(stage.task, 0)
             implicit = self._implicit(learner, first) if line.implicit else None
-            if line.steady and self.progress.epoch == 0:
+            if line.steady and self.state.epoch == 0:
                 limit = learner.stable_lr(line.momentum, implicit=implicit)
-                self.progress.rate = min(1.0, 0.5 * limit / max(first, 1e-300))
+                self.state.rate = min(1.0, 0.5 * limit / max(first, 1e-300))
             optimizer = make_optimizer(self.model, line.momentum, learner.protected)
             yield Stepper(self.model, examples, optimizer, learner, implicit=implicit, **options)
         self._balance = None
@@ -209,7 +209,7 @@ class Sequence:
         """Return the balance of a stage, with C_t as its floor, where the line has one."""
         if not self.line.balance:
             return None
-        name = self.course.tasks[stage.task]
+        name = self.sequence.tasks[stage.task]
         if name not in self.floors:
             raise RunError(
                 f"line '{self.folder.line}' balances its losses and needs C_t of task '{name}', which no job of the "
@@ -228,13 +228,13 @@ class Sequence:
         return Batches(examples, order[: self.line.batches or None])
 
     def _epoch(self, stepper: Stepper, stage: Stage) -> None:
-        line, progress = self.line, self.progress
-        lr = line.learning_rate(0 if stage.anew else stage.task, progress.epoch)
-        still = progress.epoch < line.head_epochs
-        rates = lr, 0.0 if still else lr * progress.rate
-        if 0 < progress.epoch == line.head_epochs and line.momentum:
+        line, state = self.line, self.state
+        lr = line.learning_rate(0 if stage.anew else stage.task, state.epoch)
+        still = state.epoch < line.head_epochs
+        rates = lr, 0.0 if still else lr * state.rate
+        if 0 < state.epoch == line.head_epochs and line.momentum:
             stepper.rest()
-        stepper.examples.redraw(self.seed, stage.task, progress.epoch)
+        stepper.examples.redraw(self.seed, stage.task, state.epoch)
         order = self._order(stepper.examples, stage)
         try:
             loss, penalty = stepper.epoch(order, *rates)
@@ -243,42 +243,42 @@ class Sequence:
         validation = self._validation(stage)
         finite = math.isfinite(loss) and math.isfinite(penalty) and _is_finite(self.model)
         if not finite:
-            progress.diverged = True
+            state.diverged = True
         elif line.average:
             self._add_to_average()
-        elif validation >= progress.best or not line.early_stopping:
-            progress.best, progress.kept = validation, progress.epoch
+        elif validation >= state.best or not line.early_stopping:
+            state.best, state.kept = validation, state.epoch
             self._best = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.folder.note(
             "epoch",
             task=stage.task,
-            epoch=progress.epoch,
+            epoch=state.epoch,
             lr=rates[0] if still else rates[1],
             loss=loss if finite else None,
             penalty=penalty if finite else None,
             validation=validation,
             time=time.time(),
         )
-        progress.epoch += 1
+        state.epoch += 1
 
     def _order(self, examples: Examples, stage: Stage) -> Tensor:
-        size, keys = self.line.batch, {"seed": self.seed, "task": stage.task, "epoch": self.progress.epoch}
+        size, keys = self.line.batch, {"seed": self.seed, "task": stage.task, "epoch": self.state.epoch}
         if stage.kind != JOINT:
             return batches(len(examples), size, **keys)
         shuffled = torch.randperm(len(examples), generator=stream("joint", *keys.values()), device="cpu")
         return shuffled[: len(examples) // size * size].view(-1, size)
 
     def _validation(self, stage: Stage) -> float:
-        values = [self.course.accuracy(self.model, task, "validation") for task in stage.tasks]
+        values = [self.sequence.accuracy(self.model, task, "validation") for task in stage.tasks]
         return sum(values) / len(values)
 
     def _add_to_average(self) -> None:
         """Take the weights at the end of an epoch into the average over the last ones."""
-        progress, line = self.progress, self.line
-        count = progress.epoch - (line.epochs - line.average) + 1
+        state, line = self.state, self.line
+        count = state.epoch - (line.epochs - line.average) + 1
         if count < 1:
             return
-        progress.kept = progress.epoch
+        state.kept = state.epoch
         for name, tensor in self.model.state_dict().items():
             if count == 1 or not tensor.is_floating_point():
                 self._best[name] = tensor.clone()
@@ -289,15 +289,15 @@ class Sequence:
         """Make or extend the memory with the task of a stage; the last task's is of no use."""
         if stage.count == self.line.tasks or not self._protected:
             return
-        loader = self._batches(self.course.fixed(stage.task, self.line.consolidate), stage)
+        loader = self._batches(self.sequence.fixed(stage.task, self.line.consolidate), stage)
         seed = stream("labels", self.seed, stage.task).initial_seed()
         graph = self._device.type == "cuda"
         if self.memory is None:
             self.memory = consolidate(
-                self.model, loader, self.method, exclude=self.course.exclude, seed=seed, graph=graph
+                self.model, loader, self.method, exclude=self.sequence.exclude, seed=seed, graph=graph
             )
             if self.line.calibrated:
-                held_out = self._batches(self.course.fixed(stage.task, "validation"), stage)
+                held_out = self._batches(self.sequence.fixed(stage.task, "validation"), stage)
                 self.memory = calibrate(self.model, self.memory, held_out, damping=self.line.damping, seed=seed)
         else:
             learner = Learner(self.model, self.memory)
@@ -312,20 +312,20 @@ class Sequence:
             "task",
             task=stage.task,
             accuracy=self.measure(stage),
-            before=self.progress.before,
-            kept=self.progress.kept,
+            before=self.state.before,
+            kept=self.state.kept,
             seconds=time.monotonic() - start,
             time=time.time(),
         )
-        self.progress = self.progress.next_stage()
+        self.state = self.state.next_stage()
         self._save({})
 
     def measure(self, stage: Stage) -> list[float]:
         """Return the accuracies on the tasks known after a stage; of networks of their own each counts for its task."""
         if stage.kind != SINGLE:
-            return [self.course.accuracy(self.model, task, "test") for task in range(stage.count)]
-        self.progress.singles = [*self.progress.singles, self.course.accuracy(self.model, stage.task, "test")]
-        return self.progress.singles
+            return [self.sequence.accuracy(self.model, task, "test") for task in range(stage.count)]
+        self.state.singles = [*self.state.singles, self.sequence.accuracy(self.model, stage.task, "test")]
+        return self.state.singles
 
     def _carried(self, stepper: Stepper) -> dict[str, Tensor]:
         """Return what a training in progress goes on with beside weights: momentum, and the state of a balance."""
@@ -351,12 +351,12 @@ class Sequence:
             except MemoryFileError as error:
                 raise not_written(self.folder.path / name, error) from None
             self._memory_file = name
-        state = {**vars(self.progress), "memory": self._memory_file}
+        state = {**vars(self.state), "memory": self._memory_file}
         tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         tensors |= carried
         tensors |= {f"best/{name}": tensor for name, tensor in self._best.items()}
         tensors |= {f"start/{name}": tensor for name, tensor in self._start.items()}
-        tensors |= {f"course/{name}": tensor for name, tensor in self.course.state_dict().items()}
+        tensors |= {f"course/{name}": tensor for name, tensor in self.sequence.state_dict().items()}
         self.folder.save(state, tensors)
         self._saved = time.monotonic()
 
@@ -366,7 +366,7 @@ class Sequence:
         named = _by_kind(tensors, "model", "best", "start", "course")
         try:
             self.model.load_state_dict(named["model"])
-            self.course.load_state_dict(named["course"])
+            self.sequence.load_state_dict(named["course"])
         except (RuntimeError, KeyError, ValueError):
             raise RunError(
                 f"the checkpoint of job '{self.folder.line}', seed {self.seed}, is not of the network that recipe.toml "
@@ -381,8 +381,8 @@ class Sequence:
                 raise RunError(
                     f"{error} — or remove the folder '{self.folder.path}' to run this job again from its start"
                 ) from None
-        known = {key: value for key, value in state.items() if key in vars(self.progress)}
-        self.progress = Progress(**known)
+        known = {key: value for key, value in state.items() if key in vars(self.state)}
+        self.state = JobState(**known)
         return {key: tensor for key, tensor in tensors.items() if key.startswith(("momentum/", "balance/"))}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError, XkfacError
-from xkfac.experiments.files import LARGEST_RECORD, flush, read_regular, reason, replace_file
+from xkfac.experiments.files import LARGEST_RECORD, read_regular, reason, replace_file
 from xkfac.experiments.recipes.recipe import Plan
 from xkfac.experiments.records import STATE, STATE_FREE, fault
 from xkfac.experiments.runs.events import Event, EventsError, job_result, parse_events
@@ -92,7 +92,7 @@ class JobFolder:
         path = self.path / f"checkpoint-{max(numbers, default=0) + 1}.safetensors"
         try:
             if self._events.exists():
-                flush(self._events)
+                storage.flush(self._events)
             storage.write(path, known, tensors, CHECKPOINT)
         except (OSError, MemoryFileError) as error:
             raise not_written(path, error) from None

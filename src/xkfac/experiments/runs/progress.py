@@ -21,7 +21,7 @@ from xkfac.experiments.runs.results import JobResult
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStatus:
     """How far a run is."""
 
     run: str
@@ -36,7 +36,7 @@ class Standing:
     reason: str = ""
 
     @classmethod
-    def of(cls, path: Path) -> Standing:
+    def of(cls, path: Path) -> RunStatus:
         """Return how far the run in a folder is; a damaged one is said to be so, and why in `reason`."""
         try:
             run = RunFolder.open(path)

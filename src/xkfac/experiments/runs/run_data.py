@@ -3,41 +3,53 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
+from torch import nn
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.data.augmentation import Augmentation
 from xkfac.experiments.data.digits import DataError, Parts, load
-from xkfac.experiments.data.images import PictureParts, load_pictures
-from xkfac.experiments.data.trees import Tree, find_tree
+from xkfac.experiments.data.images import load_pictures
+from xkfac.experiments.data.trees import Tree, find_tree, in_data_folder
 from xkfac.experiments.files import at_home
 from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.networks.weights import is_download, load_source
-from xkfac.experiments.recipes.recipe import Line, Recipe
-from xkfac.experiments.runs.tasks import Course, Permuted, PictureCourse
+from xkfac.experiments.recipes.recipe import Images, Line, Recipe
+from xkfac.experiments.runs.tasks import ImageTasks, PermutedTasks, TaskSequence
 
 PartName = Literal["train", "validation", "test"]
 PARTS: tuple[PartName, ...] = ("train", "validation", "test")
 
 
-class Materials(Protocol):
-    """What all jobs of a recipe share."""
+class RunData:
+    """What all jobs of a recipe share. classes: how many each task of images has."""
 
-    @property
-    def classes(self) -> Mapping[str, int]:
-        """How many classes each task of images has."""
+    classes: Mapping[str, int]
 
-    def course(self, line: Line, seed: int) -> Course:
+    def sequence(self, line: Line, seed: int) -> TaskSequence:
         """Return what a job learns."""
+        raise NotImplementedError
+
+    def check(self, recipe: Recipe) -> None:
+        """Try what every job will need: the network and its weights, and the layers that tasks own."""
+        for name, line in recipe.lines.items():
+            try:
+                if line.own:
+                    self._network(line, recipe.seed)
+            except XkfacError as error:
+                raise DataError(f"lines.{name}: {error}") from None
+
+    def _network(self, line: Line, seed: int) -> nn.Module:
+        """Return a network with the layers that tasks of a line own."""
+        raise NotImplementedError
 
 
-def load_materials(
+def load_run_data(
     recipe: Recipe,
     folder: str | Path | None,
     place: torch.device,
@@ -48,8 +60,8 @@ def load_materials(
     parts: Sequence[PartName] = PARTS,
     workers: int = 1,
     progress: Callable[[int, int], None] | None = None,
-) -> Materials:
-    """Return the materials of a recipe from the data folder, on a device.
+) -> RunData:
+    """Return the data of a recipe from the data folder, on a device.
 
     download: fetch what is missing, where that is possible. classes, tasks, parts: load only these tasks and parts of
     images, and take the classes of the others from `classes`; nothing of the others is read. workers: processes that
@@ -62,15 +74,15 @@ def load_materials(
         loaded = load(data.set, folder, validation=data.validation, train=data.train or None, download=download)
         if data.measure == "validation":
             loaded = replace(loaded, test=loaded.validation)
-        permuted = PermutedMaterials(loaded.to(place))
+        permuted = PermutedData(loaded.to(place))
         permuted.check(recipe)
         return permuted
     images, where = recipe.images, at_home(folder) if folder else None
     asked = [name for name in recipe.tasks if tasks is None or name in tasks]
     trees = {name: Tree.read(find_tree(recipe.tasks[name].tree, where)) for name in asked}
     counts = {**(classes or {}), **{name: len(tree.classes) for name, tree in trees.items()}}
-    made = PictureMaterials(recipe, where, place, {}, counts)
-    made.check()  # before images are decoded, which can take hours
+    made = ImageData(recipe, images, where, place, {}, counts)
+    made.check(recipe)  # before images are decoded, which can take hours
     for name, tree in trees.items():
         task = recipe.tasks[name]
         pictures = load_pictures(
@@ -101,84 +113,62 @@ def _needed(recipe: Recipe, task: str, parts: Sequence[PartName]) -> list[PartNa
 
 
 @dataclass
-class PermutedMaterials:
+class PermutedData(RunData):
     """One data set, of which every task is a permutation."""
 
     parts: Parts
 
     def __post_init__(self) -> None:
-        self.classes: Mapping[str, int] = {}
+        self.classes = {}
 
-    def check(self, recipe: Recipe) -> None:
-        """Try what every job will need: the layers that tasks own."""
-        for name, line in recipe.lines.items():
-            try:
-                if line.own:
-                    Permuted(line, recipe.seed, self.parts).network()
-            except XkfacError as error:
-                raise DataError(f"lines.{name}: {error}") from None
+    def _network(self, line: Line, seed: int) -> nn.Module:
+        return PermutedTasks(line, seed, self.parts).network()
 
-    def course(self, line: Line, seed: int) -> Permuted:
+    def sequence(self, line: Line, seed: int) -> PermutedTasks:
         """Return the permutations and the perceptron of a job."""
         if line.batch > len(self.parts.train):
             raise DataError(
                 f"batch is {line.batch}, but there are {len(self.parts.train)} training examples; choose a smaller one"
             )
-        return Permuted(line, seed, self.parts)
+        return PermutedTasks(line, seed, self.parts)
 
 
 @dataclass
-class PictureMaterials:
-    """The pictures of each task, and the network of the source."""
+class ImageData(RunData):
+    """The images of each task, and the network of the source."""
 
     recipe: Recipe
+    images: Images
     folder: Path | None
     place: torch.device
-    parts: dict[str, PictureParts]
+    parts: dict[str, Parts]
     classes: Mapping[str, int]
 
     def __post_init__(self) -> None:
         self._networks: dict[int, ManyHeaded] = {}
 
-    def check(self) -> None:
+    def check(self, recipe: Recipe) -> None:
         """Try what every job will need: weights that fit the model and the data, and the layers that tasks own."""
-        network = self._network(self.recipe.seed)
-        for name, line in self.recipe.lines.items():
-            try:
-                if line.own:
-                    copy.deepcopy(network).give_layers(line.own)
-            except XkfacError as error:
-                raise DataError(f"lines.{name}: {error}") from None
+        self._source(recipe.seed)
+        super().check(recipe)
 
-    def _network(self, seed: int) -> ManyHeaded:
-        """Return the source network of a seed, which is made and read once; jobs work on copies."""
-        if seed in self._networks:
-            return self._networks[seed]
-        images = self.recipe.images
-        assert images is not None
-        source = next(iter(self.recipe.tasks))
-        network = make_backbone(images.model, self.classes, stem=images.stem, seed=seed)
-        load_source(network, self._weights(images.weights), source)
-        self._networks[seed] = network
+    def _network(self, line: Line, seed: int) -> ManyHeaded:
+        network = copy.deepcopy(self._source(seed))
+        network.give_layers(line.own)
         return network
 
-    def _weights(self, name: str) -> str | Path:
-        """Return a weights file: as it is named, or in the data folder."""
-        path = at_home(name)
-        if is_download(name) or path.is_absolute():
-            return name if is_download(name) else path
-        folder = self.folder or os.environ.get("XKFAC_DATA")
-        if not folder:
-            raise DataError(
-                f"the weights '{name}' need a folder: name the one they are in with --data FOLDER or in the variable "
-                "XKFAC_DATA, or give an absolute path"
-            )
-        return at_home(folder) / path
+    def _source(self, seed: int) -> ManyHeaded:
+        """Return the source network of a seed, which is made and read once; jobs work on copies."""
+        if seed not in self._networks:
+            weights = self.images.weights
+            network = make_backbone(self.images.model, self.classes, stem=self.images.stem, seed=seed)
+            file = weights if is_download(weights) else in_data_folder(weights, self.folder, "weights")
+            load_source(network, file, next(iter(self.recipe.tasks)))
+            self._networks[seed] = network
+        return self._networks[seed]
 
-    def course(self, line: Line, seed: int) -> PictureCourse:
+    def sequence(self, line: Line, seed: int) -> ImageTasks:
         """Return the tasks of a job in the order of its repeat."""
-        images = self.recipe.images
-        assert images is not None
         for name, parts in self.parts.items():
             if 0 < len(parts.train) < line.batch:
                 raise DataError(
@@ -187,12 +177,12 @@ class PictureMaterials:
                 )
             _check_held_out(line, name, len(parts.validation), calibrated=name == next(iter(self.recipe.tasks)))
         augmentations = {
-            name: Augmentation(images.pixels, (task.scale[0], task.scale[1]), flip=task.flip)
+            name: Augmentation(self.images.pixels, (task.scale[0], task.scale[1]), flip=task.flip)
             for name, task in self.recipe.tasks.items()
         }
         own_bn = line.resolved_method().own_bn
-        return PictureCourse(
-            self.recipe.order(seed), self._network(seed), self.parts, augmentations, self.place, own_bn, line.own
+        return ImageTasks(
+            self.recipe.order(seed), self._source(seed), self.parts, augmentations, self.place, own_bn, line.own
         )
 
 

@@ -24,7 +24,7 @@ from xkfac.experiments.recipes.parsing import load_recipe, parse_recipe
 from xkfac.experiments.recipes.recipe import SINGLE, Recipe
 from xkfac.experiments.runs.folder import JobFolder, NotWritten, RunError, RunFolder
 from xkfac.experiments.runs.results import RunResults
-from xkfac.experiments.runs.run_data import load_materials
+from xkfac.experiments.runs.run_data import load_run_data
 
 Show = Callable[["RunFolder", "list[JobFolder]"], None]
 """Is called about twice a second with the run and the jobs that are running."""
@@ -76,7 +76,7 @@ def checked(
     """
     data = None if data is None else at_home(data)
     parse_recipe(recipe.to_toml(), recipe.name)  # one that was made in Python has not been checked
-    materials = load_materials(
+    loaded = load_run_data(
         recipe,
         data,
         torch.device("cpu"),
@@ -86,14 +86,14 @@ def checked(
     )
     for name, line in recipe.lines.items():
         try:
-            materials.course(line, recipe.seed)
+            loaded.sequence(line, recipe.seed)
         except DataError as error:
             raise RunError(f"lines.{name}: {error}") from None
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "place": str(place),
         "data": None if data is None else str(data.resolve()),
-        "classes": dict(materials.classes),
+        "classes": dict(loaded.classes),
         **provenance(place, recipe.threads),
     }
 

@@ -39,7 +39,7 @@ class Stage:
 
 
 @dataclass
-class Progress:
+class JobState:
     """Where a job is: everything that a checkpoint holds beside tensors and memory.
 
     rate: what learning rates of protected parameters are multiplied by. singles: for networks of their own, the
@@ -56,9 +56,9 @@ class Progress:
     rate: float = 1.0
     singles: list[float] = field(default_factory=list)
 
-    def next_stage(self) -> Progress:
+    def next_stage(self) -> JobState:
         """Return the beginning of the next stage."""
-        return Progress(stage=self.stage + 1, singles=self.singles)
+        return JobState(stage=self.stage + 1, singles=self.singles)
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""Tell which task an input is of, by the statistics of each task's inputs, where tasks have layers of their own.
+"""Infer which task an input is of, by the statistics of each task's inputs, where tasks have layers of their own.
 
-Two numbers a feature are kept of a task: mean and variance of its inputs, as a BN in front of the network would have
+Two numbers per feature are kept of a task: mean and variance of its inputs, as a BN in front of the network would have
 them. An input is of the task under whose normal distribution, features taken as independent, it is likeliest.
 """
 
@@ -25,8 +25,8 @@ class _Statistics:
     var: Tensor
 
 
-class TaskTeller:
-    """Tells tasks apart by mean and variance of their inputs, one input at a time or a batch together.
+class TaskInference:
+    """Infers the task of an input by mean and variance of each task's inputs.
 
     floor: added to every variance, as a share of a task's mean one; a feature that never varies in a task then says
     much, but not everything.
@@ -81,14 +81,6 @@ class TaskTeller:
         scores: Tensor = -0.5 * (squares + var.log().sum(1))
         return scores
 
-    def tell(self, x: Tensor, *, together: bool = False) -> list[str]:
-        """Return the task of each of the inputs x [N, ...]; `together`: the one that they are all of, N times."""
-        scores = self.scores(x)
-        if together:
-            scores = scores.sum(0, keepdim=True).expand_as(scores)
-        names = self.tasks
-        return [names[index] for index in scores.argmax(1).tolist()]
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return mean and variance of every task, `mean/TASK` and `var/TASK`."""
         return {f"{kind}/{task}": getattr(own, kind) for task, own in self._of.items() for kind in ("mean", "var")}
@@ -100,7 +92,9 @@ class TaskTeller:
         """
         tasks = dict.fromkeys(name.partition("/")[2] for name in state)
         if set(state) != {f"{kind}/{task}" for task in tasks for kind in ("mean", "var")}:
-            raise MismatchError("the state is not that of a TaskTeller, which has 'mean/TASK' and 'var/TASK' of each")
+            raise MismatchError(
+                "the state is not that of a TaskInference, which has 'mean/TASK' and 'var/TASK' of each"
+            )
         self._of = {task: _Statistics(state[f"mean/{task}"], state[f"var/{task}"]) for task in tasks}
 
     def _check(self, name: str, row: Tensor) -> None:

@@ -5,79 +5,109 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from xkfac.experiments.data.augmentation import Augmentation
 from xkfac.experiments.data.digits import Part, Parts, permutation, stream
-from xkfac.experiments.data.images import PictureParts, Pictures
 from xkfac.experiments.networks.backbones import ManyHeaded
 from xkfac.experiments.networks.perceptron import perceptron
 from xkfac.experiments.recipes.recipe import Line
-from xkfac.experiments.runs.task_inference import TaskTeller
-from xkfac.experiments.runs.training import Batch, Examples, Pool, accuracy, count_right, pool
+from xkfac.experiments.runs.job_folder import RunError
+from xkfac.experiments.runs.task_inference import TaskInference
+from xkfac.experiments.runs.training import Batch, Examples, PermutedExamples, accuracy, count_right, permuted_examples
 from xkfac.task_layers import enter_task, give_task_layers, give_task_norms, using_task
 
-Which = Literal["validation", "test"]
+
+class Refused(RunError):
+    """Data that a phase of tuning must not read."""
 
 
-class Course(Protocol):
-    """The tasks of a job and the network that learns them, fixed by a seed."""
+class TaskSequence:
+    """The tasks of a job and the network that learns them, fixed by a seed.
 
-    @property
-    def tasks(self) -> Sequence[str]:
-        """The names of the tasks, in the order in which they are learnt."""
+    known: how many tasks the initial network knows. exclude: patterns of the parameters that no memory protects.
+    only: the one task whose examples may be used, and not its test part; None where all may be.
+    """
 
-    @property
-    def given(self) -> int:
-        """How many tasks the initial network knows."""
-
-    @property
-    def exclude(self) -> Sequence[str]:
-        """Patterns of the parameters that no memory protects."""
+    tasks: Sequence[str] = ()
+    known: int = 0
+    exclude: Sequence[str] = ()
+    only: int | None = None
 
     @property
     def device(self) -> torch.device:
         """Where data and network are."""
+        raise NotImplementedError
 
     def network(self) -> nn.Module:
         """Return the initial network."""
+        raise NotImplementedError
 
     def enter(self, model: nn.Module, task: int) -> None:
         """Have the network answer, and learn, a task."""
+        raise NotImplementedError
+
+    def restricted(self, task: int) -> TaskSequence:
+        """Return the same tasks, of which the examples of one alone can be reached, and nothing of its test part."""
+        alone = copy.copy(self)
+        alone.only = task
+        return alone
 
     def train(self, tasks: range) -> Examples:
         """Return the training examples of some tasks together."""
+        self._check(tasks)
+        return self._train(tasks)
 
     def fixed(self, task: int, part: Literal["train", "validation"]) -> Examples:
         """Return the examples of a part of a task with nothing random about them."""
+        self._check((task,))
+        return self._fixed(task, part)
 
-    def accuracy(self, model: nn.Module, task: int, part: Which) -> float:
-        """Return the percentage of a part of a task that the network gets right."""
+    def accuracy(self, model: nn.Module, task: int, part: Literal["validation", "test"]) -> float:
+        """Return the percentage of a part of a task that the network gets right; 0 where there are no examples."""
+        self._check((task,), part)
+        return self._accuracy(model, task, part)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what it knows of tasks that were met, beside the network."""
+        """Return what is known of tasks that were met, beside the network."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take what a `state_dict` has."""
 
+    def _train(self, tasks: range) -> Examples:
+        raise NotImplementedError
+
+    def _fixed(self, task: int, part: str) -> Examples:
+        raise NotImplementedError
+
+    def _accuracy(self, model: nn.Module, task: int, part: str) -> float:
+        raise NotImplementedError
+
+    def _check(self, tasks: Iterable[int], part: str = "") -> None:
+        if self.only is not None and (list(tasks) != [self.only] or part == "test"):
+            names = ", ".join(self.tasks[task] for task in tasks)
+            raise Refused(
+                f"what is chosen on task '{self.tasks[self.only]}' must not depend on '{names}'"
+                + (" by its test part" if part == "test" else "")
+                + "; this is a fault in xkfac, please report it"
+            )
+
 
 @dataclass
-class Permuted:
+class PermutedTasks(TaskSequence):
     """Permutations of the pixels of one data set, for the perceptron of a line.
 
-    Where tasks have layers of their own, no image of a test comes with its task: each is told apart by itself, among
-    the tasks that were met so far, by what is known of their training images.
+    Where tasks have layers of their own, no image of a test comes with its task: the task of each is inferred, among
+    those that were met so far, by what is known of their training images.
     """
 
     line: Line
     seed: int
     parts: Parts
-
-    given = 0
-    exclude: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         features = self.parts.train.x.shape[1]
@@ -86,7 +116,7 @@ class Permuted:
         self._permutations = [permutation(features, self.seed, task) for task in range(self.line.tasks)]
         self._own_bn = self.line.resolved_method().own_bn
         self._apart = self._own_bn or bool(self.line.own)
-        self._teller = TaskTeller()
+        self._inference = TaskInference()
 
     @property
     def device(self) -> torch.device:
@@ -95,8 +125,7 @@ class Permuted:
 
     def network(self) -> nn.Module:
         """Return the perceptron with its initial weights."""
-        features = self.parts.train.x.shape[1]
-        network = perceptron(features, self._classes, self.line, self.seed)
+        network = perceptron(self.parts.train.x.shape[1], self._classes, self.line, self.seed)
         give_task_layers(network, self.tasks, self.line.own)
         if self._own_bn:
             give_task_norms(network, self.tasks)
@@ -109,74 +138,67 @@ class Permuted:
             return
         name = self.tasks[task]
         enter_task(model, name)
-        if name not in self._teller.tasks:
-            self._teller.learn(name, self.fixed(task, "train").chunks())
+        if name not in self._inference.tasks:
+            self._inference.learn(name, self.fixed(task, "train").chunks())
 
-    def train(self, tasks: range) -> Pool:
-        """Return the training examples under the permutations of some tasks."""
-        return pool(self.parts.train, [self._permutations[task] for task in tasks])
+    def _train(self, tasks: range) -> PermutedExamples:
+        return permuted_examples(self.parts.train, [self._permutations[task] for task in tasks])
 
-    def fixed(self, task: int, part: Literal["train", "validation"]) -> Pool:
-        """Return the examples of a part under the permutation of a task."""
-        return pool(self.parts.train if part == "train" else self.parts.validation, [self._permutations[task]])
+    def _fixed(self, task: int, part: str) -> PermutedExamples:
+        return permuted_examples(getattr(self.parts, part), [self._permutations[task]])
 
-    def accuracy(self, model: nn.Module, task: int, part: Which) -> float:
-        """Return the percentage that the network gets right; 0 where there are no examples."""
-        chosen = self.parts.test if part == "test" else self.parts.validation
+    def _accuracy(self, model: nn.Module, task: int, part: str) -> float:
+        chosen: Part = getattr(self.parts, part)
         if len(chosen) == 0:
             return 0.0
         columns = self._permutations[task]
-        if not self._teller.tasks:
+        if not self._inference.tasks:
             return accuracy(model, chosen, columns)
         if part == "validation":  # of the task that is learnt, for choices on it
             with using_task(model, self.tasks[task]):
                 return accuracy(model, chosen, columns)
         x = chosen.x.index_select(1, columns.to(self.device))
-        told = self._teller.scores(x).argmax(1)
+        inferred = self._inference.scores(x).argmax(1)
         right = 0
-        for index in sorted(set(told.tolist())):
-            mine = told == index
-            with using_task(model, self._teller.tasks[index]):
+        for index in sorted(set(inferred.tolist())):
+            mine = inferred == index
+            with using_task(model, self._inference.tasks[index]):
                 right += count_right(model, Part(x[mine], chosen.y[mine]))
         return 100 * right / len(chosen)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what tasks that were met are told apart by."""
-        return self._teller.state_dict()
+        """Return the statistics by which tasks that were met are inferred."""
+        return self._inference.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take what a `state_dict` has."""
-        self._teller.load_state_dict(state)
+        self._inference.load_state_dict(state)
 
 
 @dataclass(eq=False)
-class PicturePool:
-    """Pictures that are augmented by draws which `redraw` makes for each of them, or not at all."""
+class ImageExamples(Examples):
+    """Images that are augmented by draws which `redraw` makes for each of them, or not at all."""
 
-    pictures: Pictures
+    images: Part
     augmentation: Augmentation
     augmented: bool
     chunk: int = 256
 
     def __post_init__(self) -> None:
-        self._draws = torch.zeros(len(self.pictures) if self.augmented else 0, 5, device=self.device)
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.pictures.x.device
+        self.device = self.images.x.device
+        self._draws = torch.zeros(len(self.images) if self.augmented else 0, 5, device=self.device)
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def redraw(self, *key: int) -> None:
-        """Draw the crop and the side of each picture anew, in place, so that a captured graph finds them."""
+        """Draw the crop and the side of each image anew, in place, so that a captured graph finds them."""
         if self.augmented:
             self._draws.copy_(self.augmentation.draw((len(self),), stream("augmentation", *key)))
 
     def take(self, index: Tensor) -> Batch:
-        """Return the pictures `index` [N] as inputs [N, 3, pixels, pixels] and labels [N]."""
-        x, y = self.pictures.x.index_select(0, index), self.pictures.y.index_select(0, index)
+        """Return the images `index` [N] as inputs [N, 3, pixels, pixels] and labels [N]."""
+        x, y = self.images.x.index_select(0, index), self.images.y.index_select(0, index)
         if self.augmented:
             return self.augmentation.augmented(x, self._draws.index_select(0, index)), y
         return self.augmentation.plain(x), y
@@ -188,23 +210,24 @@ class PicturePool:
 
 
 @dataclass
-class PictureCourse:
-    """Tasks of pictures for a network with one head a task; it knows the first of them.
+class ImageTasks(TaskSequence):
+    """Tasks of images for a network with one head per task; it knows the first of them.
 
-    source: the network as it knows the first task, a fresh one each time. parts: by task, of those that are needed.
+    order: their names. source: the network as it knows the first task; jobs learn with copies of it.
+    parts: by task, of those that are needed.
     own_bn: each task has BN layers of its own; own: and these layers of the trunk, by patterns.
     """
 
-    tasks: Sequence[str]
+    order: Sequence[str]
     source: ManyHeaded
-    parts: dict[str, PictureParts]
+    parts: dict[str, Parts]
     augmentations: dict[str, Augmentation]
     place: torch.device
     own_bn: bool = False
     own: tuple[str, ...] = ()
 
-    given = 1
-    exclude = ("heads.*",)
+    def __post_init__(self) -> None:
+        self.tasks, self.known, self.exclude = self.order, 1, ("heads.*",)
 
     @property
     def device(self) -> torch.device:
@@ -223,39 +246,26 @@ class PictureCourse:
         assert isinstance(model, ManyHeaded)
         model.enter(self.tasks[task])
 
-    def _parts(self, task: int) -> tuple[PictureParts, Augmentation]:
+    def _examples(self, task: int, part: str, *, augmented: bool = False) -> ImageExamples:
         name = self.tasks[task]
-        return self.parts[name], self.augmentations[name]
+        return ImageExamples(getattr(self.parts[name], part), self.augmentations[name], augmented)
 
-    def train(self, tasks: range) -> PicturePool:
-        """Return the training pictures of a task, augmented."""
+    def _train(self, tasks: range) -> ImageExamples:
         (task,) = tasks
-        parts, augmentation = self._parts(task)
-        return PicturePool(parts.train, augmentation, True)
+        return self._examples(task, "train", augmented=True)
 
-    def fixed(self, task: int, part: Literal["train", "validation"]) -> PicturePool:
-        """Return the pictures of a part as evaluation sees them."""
-        parts, augmentation = self._parts(task)
-        return PicturePool(parts.train if part == "train" else parts.validation, augmentation, False)
+    def _fixed(self, task: int, part: str) -> ImageExamples:
+        return self._examples(task, part)
 
     @torch.no_grad()
-    def accuracy(self, model: nn.Module, task: int, part: Which) -> float:
-        """Return the percentage of a part that the network with the task's head gets right; 0 without pictures."""
-        parts, augmentation = self._parts(task)
-        pictures = parts.test if part == "test" else parts.validation
-        if len(pictures) == 0:
+    def _accuracy(self, model: nn.Module, task: int, part: str) -> float:
+        images = self._examples(task, part)
+        if len(images) == 0:
             return 0.0
         assert isinstance(model, ManyHeaded)
         model.eval()
         right = torch.zeros((), dtype=torch.long, device=self.place)
         with model.using(self.tasks[task]):
-            for x, y in PicturePool(pictures, augmentation, False).chunks():
+            for x, y in images.chunks():
                 right += (model(x).argmax(1) == y).sum()
-        return 100 * right.item() / len(pictures)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return nothing: all that is known of tasks is in the network."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Do nothing."""
+        return 100 * right.item() / len(images)

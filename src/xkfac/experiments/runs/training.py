@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,45 +16,41 @@ from xkfac.penalty.implicit import Implicit
 Batch = tuple[Tensor, Tensor]
 
 
-class Examples(Protocol):
-    """What a stage trains on."""
+class Examples:
+    """What a stage trains on. device: where they are."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
+    device: torch.device
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def take(self, index: Tensor) -> Batch:
         """Return the examples `index` [N] as inputs and labels [N]."""
+        raise NotImplementedError
 
     def redraw(self, *key: int) -> None:
-        """Draw anew what is random about the examples, fixed by `key`: seed, task, epoch."""
+        """Draw anew what is random about the examples, if anything is, fixed by `key`: seed, task, epoch."""
 
     def chunks(self) -> Iterable[Batch]:
         """Return all of them, as they were drawn last, in large batches that statistics are taken of."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True, eq=False)
-class Pool:
-    """What a stage trains on: a part under one permutation, or under several at once, [n] or [tasks * n] examples."""
+@dataclass(eq=False)
+class PermutedExamples(Examples):
+    """A part under one permutation, or under several at once, [n] or [tasks * n] examples."""
 
     part: Part
     permutations: Tensor
 
+    def __post_init__(self) -> None:
+        self.device = self.part.x.device
+
     def __len__(self) -> int:
         return len(self.part) * len(self.permutations)
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.part.x.device
-
-    def redraw(self, *key: int) -> None:
-        """Do nothing: a permutation is drawn once and for all."""
-
     def chunks(self) -> Iterable[Batch]:
-        """Return all examples of a pool with a single permutation in large batches."""
+        """Return all examples under a single permutation in large batches."""
         return list(zip(*(torch.split(t, 8192) for t in (self.part.x, self.part.y)), strict=True))
 
     def take(self, index: Tensor) -> Batch:
@@ -67,12 +62,12 @@ class Pool:
         return x.gather(1, self.permutations.index_select(0, task)), self.part.y.index_select(0, example)
 
 
-def pool(part: Part, permutations: list[Tensor]) -> Pool:
-    """Return the pool of a part under permutations [features] each; a single one is applied once and for all."""
+def permuted_examples(part: Part, permutations: list[Tensor]) -> PermutedExamples:
+    """Return a part under permutations [features] each; a single one is applied once and for all."""
     if len(permutations) == 1:
         one = permutations[0].to(part.x.device)
-        return Pool(Part(part.x.index_select(1, one), part.y), one[None])
-    return Pool(part, torch.stack(permutations).to(part.x.device))
+        return PermutedExamples(Part(part.x.index_select(1, one), part.y), one[None])
+    return PermutedExamples(part, torch.stack(permutations).to(part.x.device))
 
 
 def make_optimizer(model: nn.Module, momentum: float, protected: Iterable[Tensor] = ()) -> torch.optim.SGD:

@@ -25,21 +25,21 @@ import torch
 from xkfac.errors import XkfacError
 from xkfac.experiments.recipes.recipe import SINGLE
 from xkfac.experiments.runs.folder import RunError, RunFolder
-from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, Sequence
-from xkfac.experiments.runs.run_data import Materials, load_materials
+from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
+from xkfac.experiments.runs.run_data import RunData, load_run_data
 
 Work = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
     """Serve jobs until the input ends."""
-    loaded: list[Materials] = []
+    loaded: list[RunData] = []
 
     def work(job: dict[str, Any]) -> None:
         run = RunFolder.open(Path(job["run"]))
         if not loaded:
             set_precision(run)
-            loaded.append(load_materials(run.recipe, run.facts["data"], torch.device(run.facts["place"])))
+            loaded.append(load_run_data(run.recipe, run.facts["data"], torch.device(run.facts["place"])))
         run_job(run, job["line"], job["seed"], loaded[0], checkpoint_seconds())
 
     serve(work)
@@ -81,13 +81,13 @@ def set_precision(run: RunFolder) -> None:
     torch.backends.cudnn.allow_tf32 = precision != "float32"
 
 
-def run_job(run: RunFolder, name: str, seed: int, materials: Materials, checkpoint_seconds: float) -> None:
+def run_job(run: RunFolder, name: str, seed: int, data: RunData, checkpoint_seconds: float) -> None:
     """Run a job of a run, or go on with it, to its end."""
     line = run.recipe.lines[name]
-    Sequence(
+    JobRun(
         line,
         seed,
-        materials.course(line, seed),
+        data.sequence(line, seed),
         run.job(name, seed),
         checkpoint_seconds,
         floors=_floors(run, name, seed),

@@ -15,7 +15,7 @@ from xkfac.experiments.tuning.tuner import Phase, phase_done
 
 
 @dataclass(frozen=True)
-class TuningStanding:
+class TuningStatus:
     """How far the tuning of a run is."""
 
     name: str
@@ -27,7 +27,7 @@ class TuningStanding:
     rows: Sequence[tuple[str, ...]]
 
     @classmethod
-    def of(cls, run: RunFolder, phase: Phase) -> TuningStanding:
+    def of(cls, run: RunFolder, phase: Phase) -> TuningStatus:
         """Return how far it is, with a row for each job that is at a task."""
         jobs = tuned_jobs(run)
         done, rows = 0, []
@@ -62,7 +62,7 @@ def _row(job: TunedJob) -> tuple[int, tuple[str, ...]]:
 class TuningDisplay(Watched):
     """Shows a tuning while it works: for every job its task, how many trials have ended, and the best so far."""
 
-    def show(self, standing: TuningStanding) -> None:
+    def show(self, standing: TuningStatus) -> None:
         """Show how far a tuning is."""
         if self._live is not None:
             table = Table(str(standing), "task", "trials", "best so far", box=None, pad_edge=False)

@@ -62,7 +62,7 @@ def grid_of(line: Line) -> list[GridPoint]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """What a trial reached: the accuracy of the weights that it kept on the validation part of its task.
 
     validation: None for a trial that diverged. kept: the epoch whose weights were kept. seconds: its training.
@@ -81,7 +81,7 @@ class Outcome:
         return GridPoint(self.lr, self.damping)
 
 
-def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def ranked(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
     """Return trials that did not diverge, the best first; of equals first a smaller lr, then a larger damping."""
     finite = [each for each in outcomes if each.validation is not None]
     return sorted(finite, key=lambda each: (-(each.validation or 0.0), each.lr, -(each.damping or 0.0), each.number))
@@ -96,8 +96,8 @@ class Choice:
     """
 
     task: str
-    chosen: Outcome | None
-    runner_up: Outcome | None = None
+    chosen: TrialResult | None
+    runner_up: TrialResult | None = None
     trials: int = 0
     lost: int = 0
     diverged: bool = False
@@ -105,7 +105,7 @@ class Choice:
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Choice:
         """Return the choice that a file describes."""
-        made = {key: None if entry[key] is None else Outcome(**entry[key]) for key in ("chosen", "runner_up")}
+        made = {key: None if entry[key] is None else TrialResult(**entry[key]) for key in ("chosen", "runner_up")}
         return cls(**{**entry, **made})
 
     @property
@@ -123,7 +123,7 @@ class Choice:
         return f"as good as the next of {self.trials}, with the {_tie(best, second)}{lost}"
 
 
-def _tie(best: Outcome, second: Outcome) -> str:
+def _tie(best: TrialResult, second: TrialResult) -> str:
     return "smaller lr" if best.lr < second.lr else "larger damping"
 
 
@@ -144,12 +144,12 @@ class TrialFolder:
     def _weights(self) -> Path:
         return self.path / "weights.safetensors"
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> TrialResult | None:
         """Return what it reached, None if it has not ended."""
         entry = read_record(self.path / "outcome.json", OUTCOME)
-        return None if entry is None else Outcome(**entry)
+        return None if entry is None else TrialResult(**entry)
 
-    def end(self, outcome: Outcome, weights: Mapping[str, Tensor] | None) -> None:
+    def end(self, outcome: TrialResult, weights: Mapping[str, Tensor] | None) -> None:
         """Write what it reached, and remove the states that it went on from."""
         if weights is not None:
             try:
@@ -319,7 +319,7 @@ class TunedJob:
             yield {"event": "end", "diverged": len(learnt) if len(learnt) < len(choices) else None}
 
 
-def _task_event(task: int, chosen: Outcome | None, accuracy: list[float], before: float | None) -> dict[str, Any]:
+def _task_event(task: int, chosen: TrialResult | None, accuracy: list[float], before: float | None) -> dict[str, Any]:
     kept, seconds = (-1, 0.0) if chosen is None else (chosen.kept, chosen.seconds)
     return {"event": "task", "task": task, "accuracy": accuracy, "before": before, "kept": kept, "seconds": seconds}
 

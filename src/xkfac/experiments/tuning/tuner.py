@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,16 +21,15 @@ from torch import Tensor, nn
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
 from xkfac.experiments.recipes.recipe import SINGLE
 from xkfac.experiments.runs.folder import RunError, RunFolder, not_written
-from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, Sequence
-from xkfac.experiments.runs.run_data import Materials, PartName, load_materials
-from xkfac.experiments.runs.tasks import Course, Which
-from xkfac.experiments.runs.training import Examples
+from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
+from xkfac.experiments.runs.run_data import PartName, RunData, load_run_data
+from xkfac.experiments.runs.tasks import TaskSequence
 from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision
 from xkfac.experiments.tuning.trials import (
     Choice,
     GridPoint,
-    Outcome,
     TrialFolder,
+    TrialResult,
     TunedJob,
     grid_of,
     held,
@@ -46,67 +45,7 @@ PAUSE = 0.2  # seconds between looks at what others still work on
 _KEPT = 2  # memories and courses that a process keeps at hand
 
 
-class Refused(RunError):
-    """Data that a phase of tuning must not read."""
-
-
-@dataclass
-class Alone:
-    """A course of which a single task can be reached, and nothing of its test part."""
-
-    course: Course
-    task: int
-
-    def __post_init__(self) -> None:
-        self.tasks, self.given, self.exclude = self.course.tasks, self.course.given, self.course.exclude
-
-    @property
-    def device(self) -> torch.device:
-        """Where data and network are."""
-        return self.course.device
-
-    def network(self) -> nn.Module:
-        """Return the initial network."""
-        return self.course.network()
-
-    def enter(self, model: nn.Module, task: int) -> None:
-        """Have the network answer, and learn, a task."""
-        self.course.enter(model, task)
-
-    def train(self, tasks: range) -> Examples:
-        """Return the training examples of the task."""
-        self._check(tasks)
-        return self.course.train(tasks)
-
-    def fixed(self, task: int, part: Literal["train", "validation"]) -> Examples:
-        """Return the examples of a part of the task."""
-        self._check((task,))
-        return self.course.fixed(task, part)
-
-    def accuracy(self, model: nn.Module, task: int, part: Which) -> float:
-        """Return the percentage of the validation part of the task that the network gets right."""
-        self._check((task,), part)
-        return self.course.accuracy(model, task, part)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what the course knows of tasks beside the network."""
-        return self.course.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what a `state_dict` has."""
-        self.course.load_state_dict(state)
-
-    def _check(self, tasks: Iterable[int], part: str = "") -> None:
-        if list(tasks) != [self.task] or part == "test":
-            names = ", ".join(self.course.tasks[task] for task in tasks)
-            raise Refused(
-                f"what is chosen on task '{self.course.tasks[self.task]}' must not depend on '{names}'"
-                + (" by its test part" if part == "test" else "")
-                + "; this is a fault in xkfac, please report it"
-            )
-
-
-def phase_materials(run: RunFolder, phase: Phase) -> Materials:
+def phase_data(run: RunFolder, phase: Phase) -> RunData:
     """Load what a phase may read: training data of the source, or of the targets, or test parts."""
     recipe = run.recipe
     tasks: list[str] | None = None
@@ -116,7 +55,7 @@ def phase_materials(run: RunFolder, phase: Phase) -> Materials:
     else:
         tasks = list(recipe.tasks)[:1] if phase == "prepare" else list(recipe.tasks)[1:]
     place = torch.device(run.facts["place"])
-    return load_materials(recipe, run.facts["data"], place, classes=run.facts.get("classes"), tasks=tasks, parts=parts)
+    return load_run_data(recipe, run.facts["data"], place, classes=run.facts.get("classes"), tasks=tasks, parts=parts)
 
 
 @dataclass
@@ -129,9 +68,9 @@ class Tuner:
     failures: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.materials = phase_materials(self.run, self.phase)
+        self.data = phase_data(self.run, self.phase)
         self.jobs = tuned_jobs(self.run)
-        self._courses: dict[str, Course] = {}
+        self._sequences: dict[str, TaskSequence] = {}
         self._memories: dict[Path, Memory] = {}
 
     def work(self) -> None:
@@ -160,8 +99,8 @@ class Tuner:
         with held(job.lock) as free:
             if not free or job.stage(0).choice() is not None:
                 return free
-            course = self._course(job)
-            given = course.given > 0
+            sequence = self._sequence(job)
+            given = sequence.known > 0
             point = GridPoint(job.line.lr, job.line.damping if job.line.penalised else None)
             trial = job.stage(0).trial(0)
             outcomes = [] if given else [trial.outcome() or self._learn(job, 0, 0, point, trial)]
@@ -206,41 +145,41 @@ class Tuner:
             raise RunError(f"its losses are balanced by those of '{failed.name}', which failed")
         return all(each.chosen() or each.stage(task).choice() is not None for each in singles)
 
-    def _learn(self, job: TunedJob, task: int, number: int, point: GridPoint, trial: TrialFolder) -> Outcome:
+    def _learn(self, job: TunedJob, task: int, number: int, point: GridPoint, trial: TrialFolder) -> TrialResult:
         """Learn a trial, or go on with it, to its end."""
-        sequence, carried = self._sequence(job, task, point, trial)
+        learning, carried = self._job_run(job, task, point, trial)
         finite = False
         with contextlib.suppress(NotFiniteError):
-            finite = sequence.learn(sequence.stages[task], carried)
-        progress = sequence.progress
-        validation = sequence.course.accuracy(sequence.model, task, "validation") if finite else None
-        outcome = Outcome(number, point.lr, point.damping, validation, progress.kept, progress.seconds)
-        trial.end(outcome, sequence.model.state_dict() if finite else None)
+            finite = learning.learn(learning.stages[task], carried)
+        state = learning.state
+        validation = learning.sequence.accuracy(learning.model, task, "validation") if finite else None
+        outcome = TrialResult(number, point.lr, point.damping, validation, state.kept, state.seconds)
+        trial.end(outcome, learning.model.state_dict() if finite else None)
         return outcome
 
-    def _sequence(
+    def _job_run(
         self, job: TunedJob, task: int, point: GridPoint, trial: TrialFolder
-    ) -> tuple[Sequence, dict[str, Tensor]]:
+    ) -> tuple[JobRun, dict[str, Tensor]]:
         """Return a job that is about to learn a task with a setting, from the state that the chosen one before left."""
         line, folder = point.of(job.line) if task else job.line, trial.job
-        sequence = Sequence(
+        learning = JobRun(
             line,
             folder.seed,
-            Alone(self._course(job), task),
+            self._sequence(job).restricted(task),
             folder,
             self.checkpoint_seconds,
             floors=self.run.floors(folder.seed) if line.balance and task else {},
             autocast=autocast_of(self.run),
         )
         weights = job.stage(task - 1).weights() if task and line.method != SINGLE else None
-        return sequence, sequence.turn_to(task, weights, self._memory(job, task, sequence.model))
+        return learning, learning.turn_to(task, weights, self._memory(job, task, learning.model))
 
-    def _settle(self, job: TunedJob, task: int, outcomes: list[Outcome], *, given: bool = False) -> None:
+    def _settle(self, job: TunedJob, task: int, outcomes: list[TrialResult], *, given: bool = False) -> None:
         """Choose among the trials of a task and extend the memory; the caller holds the lock of the job.
 
         A trial whose curvature is not finite has diverged too.
         """
-        stage, tasks, order = job.stage(task), self._course(job).tasks, ranked(outcomes)
+        stage, tasks, order = job.stage(task), self._sequence(job).tasks, ranked(outcomes)
         job.sweep(task)
         while order and not self._remember(job, task, order[0]):
             order = order[1:]
@@ -253,24 +192,24 @@ class Tuner:
             if each != best and not self.run.facts["tuning"]["scatter"]:
                 stage.trial(each.number).forget_weights()
 
-    def _remember(self, job: TunedJob, task: int, outcome: Outcome | None) -> bool:
+    def _remember(self, job: TunedJob, task: int, outcome: TrialResult | None) -> bool:
         """Write the memory that follows from a trial, or from the source as given; return whether it is finite."""
         if task + 1 == job.line.tasks or not job.protected:
             return True
-        stage, course = job.stage(task), Alone(self._course(job), task)
-        sequence = Sequence(job.line, job.folder.seed, course, job.folder, autocast=autocast_of(self.run))
+        stage, sequence = job.stage(task), self._sequence(job).restricted(task)
+        learning = JobRun(job.line, job.folder.seed, sequence, job.folder, autocast=autocast_of(self.run))
         if outcome is not None:
-            sequence.model.load_state_dict(stage.trial(outcome.number).weights())
-        sequence.memory = self._memory(job, task, sequence.model)
-        course.enter(sequence.model, task)
+            learning.model.load_state_dict(stage.trial(outcome.number).weights())
+        learning.memory = self._memory(job, task, learning.model)
+        sequence.enter(learning.model, task)
         try:
-            sequence.remember(sequence.stages[task])
+            learning.remember(learning.stages[task])
         except NotFiniteError:
             return False
-        assert sequence.memory is not None
+        assert learning.memory is not None
         make_folder(stage.path)
         try:
-            sequence.memory.save(stage.memory)
+            learning.memory.save(stage.memory)
         except MemoryFileError as error:
             raise not_written(stage.memory, error) from None
         return True
@@ -289,12 +228,12 @@ class Tuner:
             self._memories[path] = loaded
         return self._memories[path]
 
-    def _course(self, job: TunedJob) -> Course:
+    def _sequence(self, job: TunedJob) -> TaskSequence:
         """Return what a job learns; a network is made once for all of its trials."""
-        if job.name not in self._courses:
-            _make_room(self._courses)
-            self._courses[job.name] = self.materials.course(job.line, job.folder.seed)
-        return self._courses[job.name]
+        if job.name not in self._sequences:
+            _make_room(self._sequences)
+            self._sequences[job.name] = self.data.sequence(job.line, job.folder.seed)
+        return self._sequences[job.name]
 
     def _measure(self, job: TunedJob) -> bool:
         """Measure a stage of a job on test parts; when all are, end the job."""
@@ -308,21 +247,21 @@ class Tuner:
         with held(job.lock) as free:
             if free:
                 job.sweep()
-                job.tell(self._course(job).tasks)
+                job.tell(self._sequence(job).tasks)
         return free
 
     def _measure_stage(self, job: TunedJob, task: int) -> None:
-        stage, course, single = job.stage(task), self._course(job), job.line.method == SINGLE
-        model = course.network()
+        stage, sequence, single = job.stage(task), self._sequence(job), job.line.method == SINGLE
+        model = sequence.network()
         found: dict[str, Any] = {"before": None}
         if task == 0:
-            found["untrained"] = [] if course.given else _accuracies(course, model, range(job.line.tasks))
-        if task >= course.given and not single:
+            found["untrained"] = [] if sequence.known else _accuracies(sequence, model, range(job.line.tasks))
+        if task >= sequence.known and not single:
             model.load_state_dict((job.stage(task - 1).weights() if task else None) or model.state_dict())
-            (found["before"],) = _accuracies(course, model, [task])
+            (found["before"],) = _accuracies(sequence, model, [task])
         model.load_state_dict(stage.weights() or model.state_dict())
         known = [task] if single else range(task + 1)
-        found["accuracy"] = _accuracies(course, model, known)
+        found["accuracy"] = _accuracies(sequence, model, known)
         choice = stage.choice()
         if self.run.facts["tuning"]["scatter"] and task and choice is not None and not single:
             found["trials"] = dict(self._scattered(job, task, model))
@@ -337,7 +276,7 @@ class Tuner:
             trial = job.stage(task).trial(number)
             if trial.has_weights:
                 model.load_state_dict(trial.weights())
-                row = _accuracies(self._course(job), model, range(task + 1))
+                row = _accuracies(self._sequence(job), model, range(task + 1))
                 yield str(number), {"target": row[-1], "average": statistics.fmean(row)}
 
 
@@ -347,8 +286,8 @@ def _make_room(kept: dict[Any, Any]) -> None:
         del kept[old]
 
 
-def _accuracies(course: Course, model: nn.Module, tasks: Iterable[int]) -> list[float]:
-    return [course.accuracy(model, task, "test") for task in tasks]
+def _accuracies(sequence: TaskSequence, model: nn.Module, tasks: Iterable[int]) -> list[float]:
+    return [sequence.accuracy(model, task, "test") for task in tasks]
 
 
 def phase_done(job: TunedJob, phase: Phase) -> bool:

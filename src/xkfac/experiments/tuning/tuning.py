@@ -27,13 +27,13 @@ from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.runs.folder import RunError, RunFolder, not_written, write_text
 from xkfac.experiments.runs.running import JobsFailed, Worker, checked, place_of
 from xkfac.experiments.tuning.points import Point
-from xkfac.experiments.tuning.status import TuningDisplay, TuningStanding
+from xkfac.experiments.tuning.status import TuningDisplay, TuningStatus
 from xkfac.experiments.tuning.trials import Choice, grid_of, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
 
-__all__ = ["Chosen", "TuningDisplay", "TuningStanding", "chosen", "go_on", "tune"]
+__all__ = ["Chosen", "TuningDisplay", "TuningStatus", "chosen", "go_on", "tune"]
 
-ShowTuning = Callable[[TuningStanding], None]
+ShowTuning = Callable[[TuningStatus], None]
 """Is called about twice a second with how far the tuning is."""
 
 
@@ -171,7 +171,7 @@ def _phase(run: RunFolder, phase: Phase, jobs: int | None, lock: int, show: Show
                 errors += [] if error is None else [error]
                 ready.unregister(key.fileobj)
             if show is not None:
-                show(TuningStanding.of(run, phase))
+                show(TuningStatus.of(run, phase))
     return errors
 
 
