@@ -67,11 +67,13 @@ def _copy(kept: dict[str, Any]) -> None:
         one.data = one.data.clone()
 
 
+# With momentum, a step may go against the gradient; SI then has negative importances without a limit, and diverges.
+SI = "SI, weights copied, without momentum"
 # What each method is called, the strengths it is tried with, and the plugins for one of them.
 METHODS: dict[str, tuple[list[Any], Callable[[Any], list[Any]]]] = {
     "Naive": ([None], lambda _: []),
     "EWC": ([1.0, 10.0, 100.0, 1000.0, 10000.0], lambda value: [EWCPlugin(value)]),
-    "SI, weights copied": ([0.1, 10.0, 100.0, 1000.0, 10000.0], lambda value: [CopyingSI(value)]),
+    SI: ([1.0, 10.0, 100.0, 1000.0, 10000.0], lambda value: [CopyingSI(value)]),
     "LwF": ([0.3, 1.0, 3.0, 10.0, 30.0], lambda value: [LwFPlugin(value, temperature=2)]),
     "Replay, 200 images": ([None], lambda _: [ReplayPlugin(mem_size=200)]),
     "Replay, 1,000 images": ([None], lambda _: [ReplayPlugin(mem_size=1000)]),
@@ -104,21 +106,23 @@ def permuted(part: Part, seed: int) -> list[tuple[Tensor, Tensor]]:
     return [(((part.x - 0.1307) / 0.3081)[:, order], part.y) for order in orders]
 
 
-def run(plugins: list[Any], train: Part, test: Part, seed: int, lr: float) -> list[float]:
+def run(name: str, strength: Any, train: Part, test: Part, seed: int, lr: float) -> list[float]:
     """Return the test accuracy on each experience after the last one, in percent."""
     torch.manual_seed(seed)
     model = network()
     sets = [as_dataset(Images(*one)) for one in permuted(train, seed)]
     options = {"class_ids_from_zero_in_each_exp": True, "one_dataset_per_exp": True, "shuffle": False}
     stream = nc_benchmark(sets, sets, n_experiences=TASKS, task_labels=False, **options).train_stream
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    momentum = 0.0 if name == SI else 0.9
+    # Steps of one size in the long run, with momentum or without.
+    optimizer = torch.optim.SGD(model.parameters(), 10 * lr * (1 - momentum), momentum=momentum)
     strategy = Naive(
         model=model,
         optimizer=optimizer,
         criterion=nn.CrossEntropyLoss(),
         train_mb_size=BATCH,
         train_epochs=EPOCHS,
-        plugins=plugins,
+        plugins=METHODS[name][1](strength),
         evaluator=None,
     )
     strategy.train(stream, drop_last=True)
@@ -155,7 +159,7 @@ class Runs:
             test = others if seed == TUNING_SEED else self.data.test
             start = time.process_time()
             try:
-                found = run(METHODS[name][1](strength), train, test, seed, lr)
+                found = run(name, strength, train, test, seed, lr)
             except xkfac.NotFiniteError:
                 found = [0.0] * TASKS
             self.done[key] = {"key": json.loads(key), "accuracies": found, "cpu_s": time.process_time() - start}

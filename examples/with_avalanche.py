@@ -18,9 +18,9 @@ for plugins in ([], [XKFACPlugin(held_out=benchmark.streams["valid"])]):
     model = network()
     strategy = Naive(
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
         train_mb_size=32,
-        train_epochs=10,
+        train_epochs=15,
         plugins=plugins,
         evaluator=None,
     )

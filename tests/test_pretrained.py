@@ -17,7 +17,7 @@ IMAGES = {"shape": (2, 7, 7)}
 @pytest.fixture
 def saved(tmp_path):
     model = randomise(Everything())
-    memory = xkfac.consolidate(model, data(2, **IMAGES), draws=1, exclude=["head"])
+    memory = xkfac.consolidate(model, data(2, **IMAGES), "xkfac", draws=1, exclude=["head"])
     xkfac.save_pretrained(tmp_path / "folder", model, memory)
     return tmp_path / "folder", model, memory
 
