@@ -1,4 +1,4 @@
-"""Avalanche: three experiences of permuted digits, with the plugin and without it (needs the extra `avalanche`)."""
+"""Avalanche: two experiences of permuted digits, with the plugin and without it (needs the extra `avalanche`)."""
 
 import torch
 from avalanche.benchmarks import benchmark_from_datasets
@@ -8,7 +8,7 @@ from digits import accuracy, images, loaders, network
 
 from xkfac.integrations.avalanche import XKFACPlugin
 
-tasks = [loaders(*images(task)) for task in range(3)]
+tasks = [loaders(*images(task)) for task in range(2)]
 train, held_out, _ = ([AvalancheDataset([loader.dataset]) for loader in part] for part in zip(*tasks, strict=True))
 benchmark = benchmark_from_datasets(train=train, valid=held_out)
 
@@ -20,7 +20,7 @@ for plugins in ([], [XKFACPlugin(held_out=benchmark.streams["valid"])]):
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
         train_mb_size=32,
-        train_epochs=15,
+        train_epochs=10,
         plugins=plugins,
         evaluator=None,
     )
