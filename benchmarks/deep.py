@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fine-tuning": {"method": "fine-tuning"},
     "EWC": {"method": "ewc"},
     "diagonal": {"method": "diagonal"},
-    "fixed BN": {"method": "fixed-bn"},
+    "fixed BN": {"method": "fixed-bn", "kind": "kfac", "grouping": "paper"},
     "K-FAC": {"method": "kfac"},
     "XK-FAC": {"method": "xkfac", "form": "paper"},
     "mean form": {"method": "xkfac", "form": "mean"},

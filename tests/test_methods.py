@@ -12,13 +12,14 @@ from xkfac.model.merged_weight import INTERPRETATIONS
 
 def test_the_table_names_its_methods():
     names = [
+        "fixed-bn",
+        "paper",
         "xkfac",
         "kfac",
         "corrected",
         "diagonal",
         "unmerged",
         "ewc",
-        "fixed-bn",
         "fixed-affine",
         "fixed-statistics",
         "own-bn",
@@ -53,7 +54,8 @@ def test_the_other_methods_are_what_their_names_say():
     ewc, fixed, tuning = METHODS["ewc"], METHODS["fixed-bn"], METHODS["fine-tuning"]
     assert (ewc.settings.kind, ewc.per_parameter, ewc.merge, ewc.recentre) == ("diagonal", True, False, False)
     assert (fixed.fixed_bn, fixed.recentre, fixed.interpretation) == (True, False, "eval")
-    assert (fixed.settings.kind, fixed.settings.statistics) == ("kfac", "population")
+    assert fixed.settings == Settings(grouping="hierarchical", statistics="population")
+    assert METHODS["paper"] == dataclasses.replace(METHODS["xkfac"], name="paper", settings=Settings(form="paper"))
     assert (tuning.penalised, tuning.recentre) == (False, False)
     assert [name for name, method in METHODS.items() if not method.penalised] == ["fine-tuning"]
     assert [name for name, method in METHODS.items() if method.fixed_bn] == ["fixed-bn"]
@@ -106,13 +108,13 @@ def test_a_typo_in_a_method_is_met_with_the_nearest(typo, meant):
 
 
 def test_a_method_that_is_like_none_gets_no_suggestion():
-    with pytest.raises(XkfacError, match=r"^method 'zzz' is not known; it is one of xkfac, kfac, corrected, diagonal"):
+    with pytest.raises(XkfacError, match=r"^method 'zzz' is not known; it is one of fixed-bn, paper, xkfac, kfac, "):
         get_method("zzz")
 
 
 @pytest.mark.parametrize("method", [None, 3, Method, ["xkfac"], Settings()])
 def test_what_is_no_method_is_refused(method):
-    with pytest.raises(XkfacError, match=r"^a method is a \w+; it must be a Method or one of xkfac, "):
+    with pytest.raises(XkfacError, match=r"^a method is a \w+; it must be a Method or one of fixed-bn, "):
         get_method(method)
 
 

@@ -66,7 +66,7 @@ def make(kind="mlp", seed=0, dtype=torch.float32):
 
 
 def consolidated(net, data, variant="paper", **options):
-    return xkfac.consolidate(net, data, **{**VARIANTS[variant], **options})
+    return xkfac.consolidate(net, data, **{"method": "xkfac", **VARIANTS[variant], **options})
 
 
 def learn(net, memory, data, steps=2, **options):

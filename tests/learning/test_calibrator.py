@@ -135,7 +135,7 @@ def test_the_path_descends_the_proxy_s_objective_and_leaves_what_is_not_covered(
 def test_any_network_method_and_likelihood_leaves_no_trace(model, batches, options):
     model = model().train()
     batches = batches or [(x.double(), y) for x, y in data(4)]
-    memory = consolidate(model, batches, **options)
+    memory = consolidate(model, batches, **{"method": "xkfac", **options})
     before = everything_about(model)
     found = calibrate(model, memory, iter(batches), **quick(steps=4)).calibration
     after = everything_about(model)

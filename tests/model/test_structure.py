@@ -234,7 +234,7 @@ def test_a_head_of_another_size_names_the_remedy():
 @pytest.mark.parametrize("made", [{}, {"cross_layer": True}, {"cross_layer": True, "form": "paper"}, {"kind": "kfac"}])
 def test_a_memory_without_a_unit_has_the_penalty_of_the_others(made, tmp_path):
     model = mlp().double()
-    memory = consolidate(model, [(x.double(), y) for x, y in data()], **made)
+    memory = consolidate(model, [(x.double(), y) for x, y in data()], **{"method": "xkfac", **made})
     less = memory.without("3", "4")
     torch.manual_seed(1)
     displaced = {name: torch.randn_like(anchor) for name, anchor in memory.anchor.items()}

@@ -33,7 +33,7 @@ class Mixed(nn.Module):
 def started(build, **options):
     torch.manual_seed(0)
     model = randomise(build()).double()
-    memory = consolidate(model, [(x.double(), y) for x, y in data()], **options)
+    memory = consolidate(model, [(x.double(), y) for x, y in data()], **{"method": "xkfac", **options})
     learner = Learner(model, memory, damping=0.0, importance=(0.5, 0.5), strength=4e4)
     with torch.no_grad():  # away from the anchor, where the Hessian is that of elsewhere
         for parameter in model.parameters():
@@ -109,7 +109,7 @@ def test_a_sum_of_products_is_inverted_to_its_diagonal_in_one_basis(made, rank):
 def test_a_strong_penalty_takes_steps_that_would_diverge_without(made):
     torch.manual_seed(0)
     model = randomise(mlp())
-    memory = consolidate(model, data(), **made)
+    memory = consolidate(model, data(), **{"method": "xkfac", **made})
     lr = 0.1
     for kind in ("plain", "implicit"):
         net = copy.deepcopy(model)

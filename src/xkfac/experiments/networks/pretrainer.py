@@ -202,9 +202,9 @@ class Trainer:
             [t for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()]
             for net in (self._average, self.net)
         )
-        moved = torch._foreach_sub(latest, mine)
-        torch._foreach_mul_(moved, fresh)
-        torch._foreach_add_(mine, moved)
+        difference = torch._foreach_sub(latest, mine)
+        torch._foreach_mul_(difference, fresh)
+        torch._foreach_add_(mine, difference)
 
     def _warm_up(self) -> None:
         self._place.zero_()
