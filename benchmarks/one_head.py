@@ -15,7 +15,8 @@ the penalty, for several curvatures and for these treatments of BN:
     own       each task has gamma, beta and statistics of its own; the task of a test image is known
 
 Accuracies on test images of the old and the new task, BN with stored statistics (`stored`) or with those of batches of
-32 test images of one task (`batch`); for `own` also with one of the two taken from the new task. Steps: SGD, momentum
+32 test images of one task (`batch`); for `own` also with one of the two taken from the new task, and with the task of
+each test image inferred by a `Router` from early features or those of the source network. Steps: SGD, momentum
 0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`. Nothing is chosen here.
 """
 
@@ -43,6 +44,7 @@ from torch.nn import functional as F
 import xkfac
 from xkfac.experiments.data.digits import load
 from xkfac.model.passes import norms_of, set_mode, untouched
+from xkfac.task_layers import task_layers_of
 
 Examples = tuple[Tensor, Tensor]
 PIXELS, BATCH, LR, DRAWS = 32, 64, 0.05, 8
@@ -178,6 +180,29 @@ def mixed(net: nn.Sequential, norms: dict[str, Tensor], kinds: tuple[str, ...]) 
     return made
 
 
+def inferred(net: nn.Sequential, source: nn.Sequential, train: Examples, target: Examples, by: str) -> xkfac.Router:
+    """Return a router between the old task's BN, of the source network, and the new one's."""
+    routers = []
+    for of in (source, net):
+        made = copy.deepcopy(of).eval()
+        xkfac.give_task_norms(made, ["old", "new"])
+        routers.append(made)
+    with_both = routers[1]
+    for path, layer in task_layers_of(with_both).items():
+        layer.of["old"].load_state_dict(source.get_submodule(path).state_dict())
+    router = xkfac.Router(routers[0], by)  # type: ignore[arg-type]
+    for task, (x, y) in (("old", train), ("new", target)):
+        router.add_task(task, zip(x[:4000].split(250), y[:4000].split(250), strict=True))
+    router.model = with_both
+    return router
+
+
+@torch.no_grad()
+def accuracy_inferred(router: xkfac.Router, examples: Examples) -> float:
+    found = [router(x).outputs.argmax(1) == y for x, y in zip(*(one.split(250) for one in examples), strict=True)]
+    return 100 * torch.cat(found).double().mean().item()
+
+
 def measured(net: nn.Sequential, source: nn.Sequential, old: Examples, new: Examples, bn: str) -> dict[str, float]:
     found = {f"new {how}": accuracy(net, new, how) for how in ("stored", "batch")}
     found |= {f"old {how}": accuracy(net, old, how) for how in ("stored", "batch")}
@@ -255,7 +280,12 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
         lr = min(LR, 0.5 * learner.stable_lr(0.9))
         learn(net, target, case.epochs, lr, case.seed + 50, learner)
         learner.close()
-        runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, measured(net, source, old, new, bn)))
+        found = measured(net, source, old, new, bn)
+        for by in ("early", "source") if bn == "own" else ():
+            router = inferred(net, source, kept, target, by)
+            found |= {f"old inferred, {by}": accuracy_inferred(router, old)}
+            found |= {f"new inferred, {by}": accuracy_inferred(router, new)}
+        runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found))
     return runs
 
 

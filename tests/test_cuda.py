@@ -1,6 +1,7 @@
 """On a GPU: a whole training step as a CUDA graph, and without a synchronisation."""
 
 import copy
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.setups import Everything, bare, data, leave_side_stream, randomise
-from xkfac import METHODS, Balance, Calibration, Learner, consolidate
+from xkfac import METHODS, Balance, Calibration, Learner, Router, consolidate, give_task_norms
 from xkfac.errors import NotFiniteError, XkfacError, XkfacWarning
 from xkfac.learning.divergence import INTERVAL
 from xkfac.penalty.layout import Rounded
@@ -259,3 +260,23 @@ def test_an_interval_of_several_steps_cannot_be_captured():
     ):
         learner.objective(loss)
     assert Learner(model, learner.memory)._step.interval.every == 1
+
+
+def test_a_router_waits_for_the_device_once_per_call():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3)
+    net = torch.nn.Sequential(*layers).cuda().eval()
+    give_task_norms(net, ["low", "high"])
+    router, x = Router(net), torch.randn(64, 6, device="cuda")
+    router.add_task("low", [x])
+    router.add_task("high", [x + 9])
+    mixed = torch.cat([x, x + 9])
+    with torch.no_grad():
+        router(mixed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            found = router(mixed, unknown=0.01)
+            torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchroniz" in str(one.message) for one in caught) <= 1
+    assert found.outputs.shape == (128, 3)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import glob
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,14 +20,15 @@ from xkfac.model.passes import norms_of
 
 
 class TaskLayer(nn.Module):
-    """One layer per task, all copies of a given one at first; the layer of the `active` task runs.
+    """One layer per task: copies of a given one, or given by task, as heads are. The layer of the `active` task runs.
 
-    All are there from the start, so that the structure of a state dict never changes.
+    All exist from the start, so that the structure of a state dict never changes.
     """
 
-    def __init__(self, layer: nn.Module, tasks: Iterable[str]) -> None:
+    def __init__(self, layer: nn.Module | Mapping[str, nn.Module], tasks: Iterable[str] = ()) -> None:
         super().__init__()
-        self.of = nn.ModuleDict({task: copy.deepcopy(layer) for task in tasks})
+        given = layer if isinstance(layer, Mapping) else {task: copy.deepcopy(layer) for task in tasks}
+        self.of = nn.ModuleDict(given)
         if not self.of:
             raise XkfacError("a TaskLayer needs the name of at least one task")
         self.active = next(iter(self.of))

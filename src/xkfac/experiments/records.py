@@ -178,6 +178,9 @@ EVENTS: Mapping[str, Fields] = {
     "task": {
         "task": COUNT,
         "accuracy": several(PERCENT),
+        "inference": several(
+            record("how a task is inferred", {"given": PERCENT, "inferred": PERCENT, "taken": several(PERCENT)})
+        ),
         "before": optional(PERCENT),
         "kept": WHOLE,
         "seconds": AMOUNT,
@@ -186,4 +189,4 @@ EVENTS: Mapping[str, Fields] = {
     "warning": {"text": TEXT},
     "end": {"diverged": optional(COUNT)},
 }
-EVENTS_FREE = ("tasks", "time", "before", "diverged")
+EVENTS_FREE = ("tasks", "time", "before", "diverged", "inference")

@@ -34,6 +34,7 @@ from xkfac.model.passes import (
 from xkfac.model.recentre import recentre as recentre_model
 from xkfac.penalty.implicit import Implicit
 from xkfac.penalty.step import PenalisedStep
+from xkfac.routing.router import Router
 
 
 class Learner:
@@ -316,11 +317,13 @@ class Learner:
         seed: int = 0,
         progress: Progress = False,
         graph: bool = False,
+        router: Router | None = None,
     ) -> Memory:
         """End the target task: return the memory extended by it, H <- ls * H + lt * H_t (postprocessing).
 
         keep: `average` the factors (constant size) or keep `all` terms (exact, growing). Arguments left out are those
-        of the learner, or those the memory was made with. The learner is closed.
+        of the learner, or those the memory was made with. The learner is closed. router: gets the statistics of the
+        task whose layers are active.
 
         Raises XkfacError where nothing has protected the past, since `objective` was never called.
         """
@@ -329,6 +332,8 @@ class Learner:
             self._guard.check_learnt()
         self.close()
         memory = with_options(self.memory, likelihood=likelihood, exclude=exclude, forward=forward)
+        if router is not None:
+            router.add_task(router.active_task, loader, max_batches=max_batches, progress=progress)
         return extended(
             memory,
             self.method,

@@ -291,3 +291,44 @@ def test_the_command_shows_the_table_of_a_run_of_images(tmp_path, monkeypatch, c
     assert "line" in next(line for line in lines if "tiny kept" in line)
     assert f"{(100 * 54 / 60 + 100 * 55 / 61) / 2:.1f} ± 0.1" in lines[[line[:6] for line in lines].index("XK-FAC", 8)]
     assert lines[-1] == f"report: {tmp_path / 'report' / 'report.html'}"
+
+
+# ---------------------------------------------------------------- inferred tasks
+
+
+def with_inference(line, seed):
+    """A job of images whose tasks are inferred right in 90, 91, ... % of the images, by the name of the task."""
+    job = made_up.image_job(line, seed)
+    names = sorted(job.tasks)
+    inference = []
+    for task in job.tasks:
+        right = 90.0 + names.index(task) + seed
+        taken = [right if other == task else (100 - right) / 3 for other in job.tasks]
+        inference.append({"given": 50.0 + seed, "inferred": 40.0, "taken": taken})
+    return replace(job, inference=inference)
+
+
+def test_inferred_tasks_stand_under_their_names_whatever_the_order():
+    run = made_up.images(*(with_inference("kfac", seed) for seed in (0, 1)), made_up.image_job("xkfac", 0))
+    html = image_tables.inference_html(tables.entries([run]))
+    rows = html.split("<tr>")
+    assert len(rows) == 2 + 4  # the heads, and the tasks of the one line that has task-specific layers
+    (cars,) = (row for row in rows if "K-FAC: cars" in row)
+    cells = [cell.partition("&nbsp;")[0] for cell in cars.split("<td>")[1:]]
+    heads = rows[1].split('<th scope="col">')[4:]
+    assert [head.partition("<")[0] for head in heads] == [f"taken for {name}" for name in made_up.ORDERS[0]]
+    assert [cell.partition("<")[0] for cell in cells] == ["50.5", "40.0", "2.8", "2.8", "91.5", "2.8"]
+
+
+def test_many_tasks_are_inferred_in_one_row_per_line_and_none_without_task_specific_layers():
+    assert image_tables.inference_html(tables.entries([made_up.images()])) == ""
+    job = with_inference("kfac", 0)
+    many = [f"task {place}" for place in range(13)]
+    taken = [[100.0 if row == column else 0.0 for column in range(13)] for row in range(13)]
+    taken[0][0] = 87.0
+    inference = [{"given": 90.0, "inferred": 80.0, "taken": row} for row in taken]
+    run = made_up.images(replace(job, tasks=many, inference=inference))
+    html = image_tables.inference_html(tables.entries([run]))
+    assert html.count("<tr>") == 2
+    assert "task inferred right" in html
+    assert "<td>99.0" in html

@@ -277,20 +277,14 @@ def test_a_test_image_is_answered_by_the_layers_of_the_task_that_it_looks_like()
     threes, fives = (100 * (test.y == digit).float().mean().item() for digit in (3, 5))
     assert sequence.accuracy(model, 0, "test") == pytest.approx(threes, abs=1)
     assert sequence.accuracy(model, 1, "test") == pytest.approx(fives, abs=1)
-    state = sequence.state_dict()
-    swapped = {
-        f"{kind}/{name}": state[f"{kind}/{other}"] for kind in ("mean", "var") for name, other in _turns(sequence)
-    }
-    sequence.load_state_dict(swapped)
-    assert sequence.accuracy(model, 0, "test") == pytest.approx(fives, abs=1)
+    for task, (found, answer) in enumerate(zip(sequence.inference(model), (threes, fives), strict=True)):
+        assert found["given"] == pytest.approx(answer)
+        assert found["inferred"] == sequence.accuracy(model, task, "test")
+        assert found["taken"][task] > 98
+        assert sum(found["taken"]) == pytest.approx(100)
     held_out = small.parts().validation.y
     assert sequence.accuracy(model, 0, "validation") == 100 * (held_out == 3).float().mean().item()  # of the task given
     assert model[6].active == sequence.tasks[1]  # what is learnt is what was entered
-
-
-def _turns(sequence):
-    first, second = sequence.tasks
-    return (first, second), (second, first)
 
 
 def test_layers_that_a_perceptron_does_not_have_are_told_of_before_anything_runs():

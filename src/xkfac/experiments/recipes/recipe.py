@@ -109,7 +109,7 @@ class Line:
     method: one of `xkfac.METHODS`; or `joint`, which trains on all tasks at once, for each number of tasks in `at`; or
     `single`, which trains a network of its own for each task.
     own: layers that each task has of its own, by patterns of their paths; `method` says whether BN is too. The task
-    of a permuted image is then inferred from the image (`TaskInference`).
+    of a permuted image is then inferred from the image (`xkfac.Router`).
     interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
     damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
     held-out examples of the first task found. steady: take no learning rate above half of what is stable along the

@@ -14,7 +14,7 @@ from xkfac.experiments.recipes.recipe import SINGLE, Line
 from xkfac.experiments.report.accuracy_table import AccuracyRow, as_html, as_text
 from xkfac.experiments.report.markup import column_heads, spread_text, table, table_row, text
 from xkfac.experiments.report.tables import ReportLine, csv_text, entries, notes, number, spread_cells
-from xkfac.experiments.runs.results import RunResults, Spread, spread
+from xkfac.experiments.runs.results import JobResult, RunResults, Spread, spread
 
 _Finals = dict[int, dict[str, float]]  # by seed and task
 _FACTS = ("active_bn", "valid_curvature", "balanced")
@@ -163,6 +163,50 @@ def tables_html(tables: ImageTables) -> str:
     head = column_heads(["line", *_share_titles(tables)])
     shares = table("Table of shares", caption, head, body) if tables.shares else ""
     return as_html(tables.accuracies) + "\n" + shares
+
+
+MOST_SHOWN = 12  # tasks up to which a table says what images of each are taken for
+
+
+def inference_html(found: Sequence[ReportLine]) -> str:
+    """Return a table of how well tasks are inferred, of lines with task-specific layers; nothing without any.
+
+    Up to `MOST_SHOWN` tasks it has a row per line and task, with the confusion matrix; beyond, a row per line.
+    """
+    # By line, repeat and task: accuracies with the task given and inferred, and the share taken for each task.
+    measured = {entry.label: [_inferred(job) for job in entry.results.jobs if job.inference] for entry in found}
+    names = list(dict.fromkeys(task for jobs in measured.values() for job in jobs for task in job))
+    each = [(label, [task], jobs) for label, jobs in measured.items() for task in names if jobs]
+    if short := len(names) <= MOST_SHOWN:
+        titles = {f"taken for {name}": name for name in names}
+    else:
+        each, titles = [(label, names, jobs) for label, jobs in measured.items() if jobs], {"task inferred right": ""}
+    rows = []
+    for label, tasks, jobs in each:
+        there = [job for job in jobs if job.keys() & set(tasks)]
+        cells = (
+            spread([fmean(job[task].get(key or task, 0.0) for task in tasks if task in job) for job in there])
+            for key in ("task given", "task inferred", *titles.values())
+        )
+        name = f"{text(label)}: {text(tasks[0])}" if short else text(label)
+        rows.append(table_row(name, (spread_text(cell, 1) for cell in cells)))
+    caption = (
+        "Accuracy in % after all tasks where the task of a test image is given, and where it is inferred from the "
+        "image alone, and what share of the images of a task is taken for those of each task."
+    )
+    heads = column_heads(["line", "task given", "task inferred", *titles])
+    return table("Table of inferred tasks", caption, heads, rows) if rows else ""
+
+
+def _inferred(job: JobResult) -> dict[str, dict[str, float]]:
+    return {
+        task: {
+            "task given": one["given"],
+            "task inferred": one["inferred"],
+            **dict(zip(job.tasks, one["taken"], strict=True)),
+        }
+        for task, one in zip(job.tasks, job.inference, strict=True)
+    }
 
 
 def tables_text(tables: ImageTables) -> tuple[str, list[list[str]]]:

@@ -18,7 +18,7 @@ from xkfac.experiments.report.choices import choices_html, read_tuned
 from xkfac.experiments.report.comparison import Comparison, compare
 from xkfac.experiments.report.drawing import Drawn, Key, Panel, Scale, write_file
 from xkfac.experiments.report.figures import draw_all
-from xkfac.experiments.report.image_tables import ImageTables, image_tables, tables_csv, tables_html
+from xkfac.experiments.report.image_tables import ImageTables, image_tables, inference_html, tables_csv, tables_html
 from xkfac.experiments.report.markup import column_heads, counted, marked, spread_text, table, table_row, text
 from xkfac.experiments.report.styles import style_of, swatch
 from xkfac.experiments.report.tables import (
@@ -173,7 +173,7 @@ def _results(rows: Sequence[SummaryRow], images: Mapping[str, ImageTables], curv
     if images:
         parts.append(f'<p class="files"><a href="{_FIGURES}/accuracies.csv">These tables as CSV</a></p>')
         parts.append("<h3>Over the tasks</h3>")
-    return "\n".join((*parts, _summary(rows), "</section>"))
+    return "\n".join((*parts, _summary(rows), inference_html([row.entry for row in rows]), "</section>"))
 
 
 def _summary(rows: Sequence[SummaryRow]) -> str:

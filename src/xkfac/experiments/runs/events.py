@@ -72,6 +72,7 @@ def job_result(events: Sequence[Event], line: str, seed: int, plan: Plan | None 
         seconds=[event["seconds"] for event in of["task"]],
         diverged=None if end is None else end.get("diverged"),
         done=end is not None,
+        inference=next((event["inference"] for event in of["task"] if "inference" in event), []),
     )
 
 
@@ -103,6 +104,9 @@ def _check_tasks(tasks: Sequence[Event], plan: Plan | None) -> None:
     for event in tasks:
         if len(event["accuracy"]) != event["task"] + 1:
             raise EventsError(f"{len(event['accuracy'])} accuracies stand after task {event['task']}")
+        inference = event.get("inference")
+        if inference and {len(one) for one in (inference, *(of["taken"] for of in inference))} != {event["task"] + 1}:
+            raise EventsError(f"the tasks that are inferred after task {event['task']} are others")
     if any(later <= earlier for earlier, later in pairwise(counts)):
         raise EventsError("its tasks are not in order")
     if plan is not None and tuple(counts) != plan.counts[: len(counts)]:

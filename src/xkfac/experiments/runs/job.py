@@ -308,10 +308,13 @@ class JobRun:
 
     def _end_stage(self, stage: Stage, start: float) -> None:
         """Measure what is known after a stage, and turn to the next."""
+        last = stage.count == self.line.tasks and not stage.anew
+        inference = self.sequence.inference(self.model) if last else []
         self.folder.note(
             "task",
             task=stage.task,
             accuracy=self.measure(stage),
+            **({"inference": inference} if inference else {}),
             before=self.state.before,
             kept=self.state.kept,
             seconds=time.monotonic() - start,
@@ -354,17 +357,15 @@ class JobRun:
         tensors |= carried
         tensors |= {f"best/{name}": tensor for name, tensor in self._best.items()}
         tensors |= {f"start/{name}": tensor for name, tensor in self._start.items()}
-        tensors |= {f"course/{name}": tensor for name, tensor in self.sequence.state_dict().items()}
         self.folder.save(state, tensors)
         self._saved = time.monotonic()
 
     def _load(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Take a checkpoint up; return what a training in progress goes on with."""
         tensors = {key: tensor.to(self._device) for key, tensor in tensors.items()}
-        named = _by_kind(tensors, "model", "best", "start", "course")
+        named = _by_kind(tensors, "model", "best", "start")
         try:
             self.model.load_state_dict(named["model"])
-            self.sequence.load_state_dict(named["course"])
         except (RuntimeError, KeyError, ValueError):
             raise RunError(
                 f"the checkpoint of job '{self.folder.line}', seed {self.seed}, is not of the network that recipe.toml "

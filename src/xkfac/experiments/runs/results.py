@@ -22,6 +22,8 @@ class JobResult:
     those that the initial network knew. untrained: that of the initial network.
     epochs: for each epoch its task, epoch, lr, mean loss and penalty, validation accuracy. kept: the epoch of each task
     whose weights were kept. seconds: the time of each task. diverged: the task at which numbers ceased to be finite.
+    inference: of each task after the last one, accuracy with the task `given` and `inferred`, and how often its test
+    images are `taken` for each task, in %; empty where tasks share all layers.
     """
 
     line: str
@@ -35,6 +37,7 @@ class JobResult:
     diverged: int | None = None
     done: bool = False
     tasks: Sequence[str] = ()
+    inference: Sequence[Mapping[str, Any]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain values."""

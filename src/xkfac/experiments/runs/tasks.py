@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from xkfac.experiments.networks.backbones import ManyHeaded
 from xkfac.experiments.networks.perceptron import perceptron
 from xkfac.experiments.recipes.recipe import Line
 from xkfac.experiments.runs.job_folder import RunError
-from xkfac.experiments.runs.task_inference import TaskInference
-from xkfac.experiments.runs.training import Batch, Examples, PermutedExamples, accuracy, count_right, permuted_examples
+from xkfac.experiments.runs.task_inference import measure, meet
+from xkfac.experiments.runs.training import Batch, Examples, PermutedExamples, accuracy, permuted_examples
+from xkfac.routing.router import Router
 from xkfac.task_layers import enter_task, give_task_layers, give_task_norms, using_task
 
 
@@ -71,12 +72,9 @@ class TaskSequence:
         self._check((task,), part)
         return self._accuracy(model, task, part)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what is known of tasks that were met, beside the network."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what a `state_dict` has."""
+    def inference(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return what `task_inference.measure` finds on each task, where tasks have layers of their own."""
+        return []
 
     def _train(self, tasks: range) -> Examples:
         raise NotImplementedError
@@ -116,7 +114,8 @@ class PermutedTasks(TaskSequence):
         self._permutations = [permutation(features, self.seed, task) for task in range(self.line.tasks)]
         self._own_bn = self.line.resolved_method().own_bn
         self._apart = self._own_bn or bool(self.line.own)
-        self._inference = TaskInference()
+        self._router: Router | None = None
+        self._met = 0
 
     @property
     def device(self) -> torch.device:
@@ -133,13 +132,23 @@ class PermutedTasks(TaskSequence):
         return network.to(self.device)
 
     def enter(self, model: nn.Module, task: int) -> None:
-        """Use the layers of a task, where it has its own, and get to know its inputs."""
-        if not self._apart:
-            return
-        name = self.tasks[task]
-        enter_task(model, name)
-        if name not in self._inference.tasks:
-            self._inference.learn(name, self.fixed(task, "train").chunks())
+        """Use the layers of a task, where it has its own."""
+        if self._apart:
+            enter_task(model, self.tasks[task])
+            self._met = max(self._met, task + 1)
+
+    def _measure(self, model: nn.Module, task: int) -> dict[str, Any]:
+        """Return what a router that knows the tasks met so far, by features of the initial network, makes of a task."""
+        self._router = self._router or Router(self.network())
+        meet(self._router, self.tasks[: self._met], lambda place: self._fixed(place, "train").chunks())
+        test, columns = self.parts.test, self._permutations[task].to(self.device)
+        chunks = zip(torch.split(test.x.index_select(1, columns), 500), torch.split(test.y, 500), strict=True)
+        return measure(self._router, model, task, chunks, one_head=True)
+
+    def inference(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return how well tasks are inferred, where they have layers of their own."""
+        there = self._apart and len(self.parts.test) > 0
+        return [self._measure(model, task) for task in range(len(self.tasks))] if there else []
 
     def _train(self, tasks: range) -> PermutedExamples:
         return permuted_examples(self.parts.train, [self._permutations[task] for task in tasks])
@@ -152,27 +161,12 @@ class PermutedTasks(TaskSequence):
         if len(chosen) == 0:
             return 0.0
         columns = self._permutations[task]
-        if not self._inference.tasks:
+        if not self._met:
             return accuracy(model, chosen, columns)
         if part == "validation":  # of the task that is learnt, for choices on it
             with using_task(model, self.tasks[task]):
                 return accuracy(model, chosen, columns)
-        x = chosen.x.index_select(1, columns.to(self.device))
-        inferred = self._inference.scores(x).argmax(1)
-        right = 0
-        for index in sorted(set(inferred.tolist())):
-            mine = inferred == index
-            with using_task(model, self._inference.tasks[index]):
-                right += count_right(model, Part(x[mine], chosen.y[mine]))
-        return 100 * right / len(chosen)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the statistics by which tasks that were met are inferred."""
-        return self._inference.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what a `state_dict` has."""
-        self._inference.load_state_dict(state)
+        return float(self._measure(model, task)["inferred"])
 
 
 @dataclass(eq=False)
@@ -269,3 +263,12 @@ class ImageTasks(TaskSequence):
             for x, y in images.chunks():
                 right += (model(x).argmax(1) == y).sum()
         return 100 * right.item() / len(images)
+
+    def inference(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return how well tasks are inferred from features of the source network, where they have their own layers."""
+        tests = [self._examples(task, "test") for task in range(len(self.tasks))]
+        if not (self.own_bn or self.own) or not all(map(len, tests)):
+            return []
+        router = Router(self.network(), "source", using=ManyHeaded.using)
+        meet(router, self.tasks, lambda task: self._fixed(task, "train").chunks())
+        return [measure(router, model, task, test.chunks(), one_head=False) for task, test in enumerate(tests)]

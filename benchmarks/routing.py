@@ -1,0 +1,292 @@
+"""How well the task of an image is inferred, by `xkfac.Router`, and what it costs.
+
+    python benchmarks/routing.py photographs --data FOLDER --weights resnet18.safetensors [--model resnet18]
+    python benchmarks/routing.py permuted --data FOLDER [--tasks 50]
+    python benchmarks/routing.py cost --data FOLDER [--device cuda]
+
+`photographs`: a network that knows ImageNet, with BN statistics of each task (task-specific BN before anything is
+learnt), on ImageNet, CUB, Cars and Flowers at 128 pixels. The head of each task is the nearest class mean, so that
+accuracies with tasks given and inferred can be compared. Beside the routers stands one nearest class mean over the
+classes of all tasks, on features of the source network. Also: accuracy on ImageNet by the size of the batch that BN's
+statistics are taken from. FOLDER holds the zips; `train` images fit, `test` images measure.
+`permuted`: permutations of MNIST, features of an untrained perceptron. `cost`: time of a router's answer over that of
+its network, for batches of two tasks, and of 50 tasks of a perceptron.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import keep, provenance
+from torch import Tensor, nn
+
+import xkfac
+from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.digits import Part, load, permutation
+from xkfac.experiments.data.images import load_pictures
+from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
+from xkfac.experiments.networks.weights import load_source
+from xkfac.model.passes import norms_of
+from xkfac.task_layers import task_layers_of
+
+TREES = {"imagenet": "imagenet1000-128", "birds": "cub200-128", "cars": "cars196-128", "flowers": "flowers102-128"}
+Batches = list[tuple[Tensor, Tensor]]
+BATCH = 32
+
+
+def some(pictures: Part, count: int, device: str) -> Batches:
+    """Return `count` images, drawn by a fixed seed, as batches of inputs and labels."""
+    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))[:count]
+    plain = Augmentation(128).plain
+    return [(plain(pictures.x[one].to(device)), pictures.y[one].to(device)) for one in order.split(BATCH)]
+
+
+@torch.no_grad()
+def estimate_statistics(net: nn.Module, batches: Batches) -> None:
+    """Put the mean of the batches' statistics in every BN layer that runs."""
+    running = [norm for path, norm in norms_of(net).items() if ".of." not in path or norm.weight.requires_grad]
+    before = [norm.momentum for norm in running]
+    for norm in running:
+        norm.reset_running_stats()
+        norm.momentum, norm.training = None, True  # a plain mean over batches
+    for x, _ in batches:
+        net(x)
+    for norm, momentum in zip(running, before, strict=True):
+        norm.momentum, norm.training = momentum, False
+
+
+@torch.no_grad()
+def features_of(net: ManyHeaded, batches: Batches) -> tuple[Tensor, Tensor]:
+    """Return the features [N, F] and labels [N] of batches, with the layers that are active."""
+    return torch.cat([net.trunk(x) for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Return the mean [classes, F] of the features of each class; zero for one without images."""
+    sums = torch.zeros(classes, features.shape[1]).to(features).index_add_(0, labels, features)
+    return sums / labels.bincount(minlength=classes).clamp(min=1)[:, None]
+
+
+@torch.no_grad()
+def nearest_mean_head(head: nn.Linear, features: Tensor, labels: Tensor) -> None:
+    """Make a head answer the class whose mean is nearest; classes without images never."""
+    means = class_means(features, labels, head.out_features)
+    missing = labels.bincount(minlength=head.out_features) == 0
+    head.weight.copy_(2 * means)
+    head.bias.copy_(-means.square().sum(1) - 1e9 * missing)
+
+
+def photographs(options: argparse.Namespace) -> tuple[Any, str]:
+    """Return what routers make of four sets of photographs, and a table."""
+    parts = {task: load_pictures(options.data / f"{tree}.zip", pixels=128, resize="squash", validation=0.0)
+             for task, tree in TREES.items()}  # fmt: skip
+    train = {task: some(of.train, options.images, options.device) for task, of in parts.items()}
+    test = {task: some(of.test, options.tests, options.device) for task, of in parts.items()}
+    net = make_backbone(options.model, {task: len(of.classes) for task, of in parts.items()}, seed=0)
+    load_source(net, options.weights, "imagenet")
+    net.to(options.device).eval()
+    estimate_statistics(net.trunk, train["imagenet"])
+    source = {task: (features_of(net, train[task]), features_of(net, test[task])) for task in TREES}
+    net.give_layers()
+    for task in TREES:
+        net.enter(task)
+        net.eval()
+        estimate_statistics(net.trunk, train[task])
+        nearest_mean_head(net.head(task), *features_of(net, train[task]))
+    rows = {"nearest class mean over all classes": over_all_classes(source, net.tasks)}
+    for by in ("early", "last", "source"):
+        router = xkfac.Router(net, by, using=ManyHeaded.using)
+        for task in TREES:
+            router.add_task(task, train[task])
+        rows[f"router, {by}"] = routed(router, test)
+    sizes = by_batch_size(net, test["imagenet"])
+    return {"routing": rows, "batch statistics": sizes}, photograph_table(rows, sizes)
+
+
+@torch.no_grad()
+def over_all_classes(source: dict[str, Any], classes: dict[str, int]) -> dict[str, Any]:
+    """Return what the nearest class mean of all tasks makes of test images, on features of the source network."""
+    means, owners, found = [], [], {}
+    for place, (task, ((features, labels), _)) in enumerate(source.items()):
+        seen = labels.unique()
+        means.append(class_means(features, labels, classes[task])[seen])
+        owners += [(place, label) for label in seen.tolist()]
+    centres, owner = torch.cat(means), torch.tensor(owners)
+    for place, (task, (_, (features, labels))) in enumerate(source.items()):
+        nearest = owner[torch.cdist(features, centres).argmin(1).cpu()]
+        mine = nearest[:, 0] == place
+        right = mine & (nearest[:, 1] == labels.cpu())
+        found[task] = {"taken": shares(nearest[:, 0], len(source)), "inferred": percent(right)}
+    return found
+
+
+def percent(flags: Tensor) -> float:
+    return 100 * flags.double().mean().item()
+
+
+def shares(tasks: Tensor, count: int) -> list[float]:
+    return (100 * tasks.bincount(minlength=count) / len(tasks)).tolist()
+
+
+@torch.no_grad()
+def routed(router: xkfac.Router, test: dict[str, Batches]) -> dict[str, Any]:
+    """Return, by task: how images are taken one by one, batches of 32 together, and accuracies given and inferred."""
+    found = {}
+    for place, (task, batches) in enumerate(test.items()):
+        single, together, given, inferred, sure = [], [], [], [], []
+        for x, y in batches:
+            one = router(x)
+            single.append(one.tasks.cpu())
+            sure.append(one.probabilities.max(1).values.cpu())
+            inferred.append(((one.outputs.argmax(1) == y) & (one.tasks == place)).cpu())
+            given.append((router(x, task=task).outputs.argmax(1) == y).cpu())
+            together += [int(router(x, together=True).tasks[0])] if len(x) == BATCH else []
+        found[task] = {
+            "taken": shares(torch.cat(single), len(test)),
+            "batches": shares(torch.tensor(together), len(test)),
+            "given": percent(torch.cat(given)),
+            "inferred": percent(torch.cat(inferred)),
+            "sure": 100 * torch.cat(sure).mean().item(),
+            "numbers": router.numbers_per_task,
+        }
+    return found
+
+
+@torch.no_grad()
+def by_batch_size(net: ManyHeaded, batches: Batches) -> dict[str, float]:
+    """Return the accuracy on ImageNet, gamma and beta its own, by the statistics that BN uses."""
+    x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+    def accuracy(size: int, window: int | None = None) -> float:
+        with net.using("imagenet"), xkfac.batch_statistics(net, window) if window else contextlib.nullcontext():
+            return percent(torch.cat([net(one).argmax(1) for one in x.split(size)]) == y)
+
+    found = {"its own": accuracy(BATCH)}
+    layers = task_layers_of(net.trunk).values()
+    own = [copy.deepcopy(layer.of["imagenet"].state_dict()) for layer in layers]
+    for layer in layers:
+        for name in ("running_mean", "running_var"):
+            getattr(layer.of["imagenet"], name).copy_(getattr(layer.of["cars"], name))
+    found["those of cars"] = accuracy(BATCH)
+    found |= {f"the batch of {size}": accuracy(size, 1) for size in (1, 4, 8, 16, 32, 64, 128)}
+    found |= {f"a window of 64, batches of {size}": accuracy(size, 64) for size in (1, 8)}
+    for layer, state in zip(layers, own, strict=True):
+        layer.of["imagenet"].load_state_dict(state)
+    return found
+
+
+def photograph_table(rows: dict[str, Any], statistics_of: dict[str, float]) -> str:
+    names = list(TREES)
+    lines = ["| router | " + " | ".join(f"{task}: right, 32 together" for task in names) + " | given | inferred |"]
+    lines.append("|---" * (len(names) + 3) + "|")
+    for name, row in rows.items():
+        cells = [
+            f"{row[task]['taken'][place]:.1f}, {row[task]['batches'][place]:.1f}"
+            if "batches" in row[task]
+            else f"{row[task]['taken'][place]:.1f}"
+            for place, task in enumerate(names)
+        ]
+        given = ", ".join(f"{row[task]['given']:.1f}" for task in names if "given" in row[task])
+        inferred = ", ".join(f"{row[task]['inferred']:.1f}" for task in names)
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {given} | {inferred} |")
+    lines += ["", "| BN statistics | accuracy on ImageNet |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {value:.1f} |" for name, value in statistics_of.items())])
+
+
+def permuted(options: argparse.Namespace) -> tuple[Any, str]:
+    """Return how many images of permuted MNIST are taken for those of another permutation, and a table."""
+    parts = load("mnist", options.data / "mnist", validation=5000)
+    orders = [permutation(784, 0, task) for task in range(options.tasks)]
+    router = xkfac.Router(many_perceptrons(options.tasks))
+    images, test = parts.train.x[: options.images], parts.test.x[: options.tests]
+    for task, order in enumerate(orders):
+        router.add_task(f"{task}", images[:, order].split(1000))
+    wrong = 0
+    for task, order in enumerate(orders):
+        wrong += sum(int((router(x).tasks != task).sum()) for x in test[:, order].split(500))
+    found = {"tasks": options.tasks, "images": len(test) * options.tasks, "wrong": wrong}
+    found["numbers"] = router.numbers_per_task
+    return found, "\n".join(
+        ["| " + " | ".join(found) + " |", "|---" * 4 + "|", "| " + " | ".join(map(str, found.values())) + " |"]
+    )
+
+
+def many_perceptrons(tasks: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(784, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(),
+        nn.Linear(128, 10),
+    )  # fmt: skip
+    xkfac.give_task_norms(net, [str(task) for task in range(tasks)])
+    return net.eval()
+
+
+def seconds(run: Callable[[], object], device: str, turns: int) -> float:
+    """Return the median time of a run."""
+    times = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        run()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[turns // 4 :])
+
+
+@torch.no_grad()
+def cost(options: argparse.Namespace) -> tuple[Any, str]:
+    """Return the time of a router's answer over that of its network, and a table."""
+    found = {}
+    net = make_backbone(options.model, {"a": 100, "b": 100}, seed=0)
+    net.give_layers()
+    cases = [("two tasks", net.to(options.device).eval(), 128, ManyHeaded.using)]
+    perceptrons = many_perceptrons(50).to(options.device)
+    for name, net, pixels, using in [*cases, ("50 tasks, perceptron", perceptrons, 0, xkfac.using_task)]:
+        tasks = list(net.tasks) if isinstance(net, ManyHeaded) else [str(task) for task in range(50)]
+        shape = (3, pixels, pixels) if pixels else (784,)
+        x = torch.randn(options.batch, *shape, device=options.device)
+        for by in ("early", "last", "source"):
+            router = xkfac.Router(net, by, using=using)
+            for place, task in enumerate(tasks):
+                router.add_task(task, [x + 0.3 * place])
+            plain = seconds(lambda net=net, x=x: net(x), options.device, options.turns)
+            one = seconds(lambda r=router, x=x: r(x), options.device, options.turns)
+            mixed = x.clone()
+            mixed[::2] += 0.3 * (len(tasks) - 1)
+            two = seconds(lambda r=router, x=mixed: r(x), options.device, options.turns)
+            found[f"{name}, {by}"] = {"one task in a batch": one / plain, "two in a batch": two / plain}
+    lines = ["| router | one task in a batch | two in a batch |", "|---|---|---|"]
+    lines += [f"| {name} | {one:.2f} | {two:.2f} |" for name, (one, two) in ((n, v.values()) for n, v in found.items())]
+    return found, "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, and keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["photographs", "permuted", "cost"])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--weights")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--images", type=int, default=3000, help="training images per task")
+    parser.add_argument("--tests", type=int, default=10_000, help="test images per task, at most")
+    parser.add_argument("--tasks", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--output", type=Path, default=Path("results/routing"))
+    options = parser.parse_args()
+    record = provenance()
+    found, text = {"photographs": photographs, "permuted": permuted, "cost": cost}[options.part](options)
+    keep(options.output / options.part, record, found, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Densities of features: Student's t with a scale matrix of low rank plus diagonal; knows nothing of networks.
+
+Features z [F] of a task have the density of a t distribution with NU degrees of freedom, a mean, and the scale matrix
+V V^T + D, D diagonal. Its tails are heavy, as those of real features are: under a Gaussian, images far from all tasks
+go to the task with the widest features. With A = I + V^T D^-1 V = L L^T, Woodbury's identity gives the distance
+
+    q(z) = |D^-1/2 (z - mean)|^2 - |L^-1 V^T D^-1 (z - mean)|^2,   log p(z) = offset - (NU + F) / 2 log(1 + q / NU).
+
+So a task is F (r + 2) + 1 numbers for r directions, and no image of it is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NU = 4.0
+FLOOR = 0.1  # variance added to every feature, for features whose mean variance in the first task is one
+
+
+class Moments:
+    """Mean and covariance of rows [n, F] that come in batches, in double precision."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = self._scatter = torch.zeros((), dtype=torch.double)
+
+    def add(self, rows: Tensor) -> None:
+        """Take rows [n, F] in."""
+        rows = rows.double()
+        own, total = rows.mean(0), self.count + len(rows)
+        step, centred = own - self.mean.to(own.device), rows - own
+        between = torch.outer(step, step) * (self.count * len(rows) / total)
+        self._scatter = self._scatter.to(own.device) + centred.T @ centred + between
+        self.mean = self.mean.to(own.device) + step * (len(rows) / total)
+        self.count = total
+
+    @property
+    def covariance(self) -> Tensor:
+        """The covariance [F, F] of all rows."""
+        return self._scatter / self.count
+
+
+@dataclass(frozen=True, eq=False)
+class Densities:
+    """The densities of T tasks: mean [T, F], the diagonal of D^-1 [T, F], D^-1 V L^-T [T, F, r], and offset [T]."""
+
+    mean: Tensor
+    precision: Tensor
+    factor: Tensor
+    offset: Tensor
+
+    def log_density(self, z: Tensor) -> Tensor:
+        """Return log p(z) [N, T] of features z [N, F] under each task."""
+        centred = z - self.mean[:, None]
+        distance = (centred.square() @ self.precision[..., None])[..., 0] - (centred @ self.factor).square().sum(-1)
+        power = 0.5 * (NU + z.shape[1])
+        return (self.offset[:, None] - power * torch.log1p(distance.clamp(min=0) / NU)).T
+
+    def joined(self, other: Densities) -> Densities:
+        """Return the densities of these tasks and of others."""
+        return Densities(*(torch.cat(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> Densities:
+        """Return the densities with a function applied to every tensor."""
+        return Densities(*map(change, vars(self).values()))
+
+
+def fit(moments: Moments, unit: Tensor, rank: int, floor: float = FLOOR) -> Densities:
+    """Return the density of rows of these moments, divided by `unit` [F]; V has at most `rank` columns.
+
+    V spans the leading directions of the covariance; what is left of the variances, and `floor`, is the diagonal D.
+    """
+    covariance = moments.covariance / torch.outer(unit, unit)
+    values, vectors = torch.linalg.eigh(covariance)
+    first = max(len(values) - rank, 0)
+    factor = vectors[:, first:] * values[first:].clamp(min=0).sqrt()
+    variance = (covariance.diagonal() - factor.square().sum(1)).clamp(min=0) + floor
+    weighted = factor / variance[:, None]
+    root = torch.linalg.cholesky(factor.T @ weighted + torch.eye(factor.shape[1]).to(factor))
+    determinant = variance.log().sum() + 2 * root.diagonal().log().sum()
+    size = len(values)
+    constant = math.lgamma((NU + size) / 2) - math.lgamma(NU / 2) - size / 2 * math.log(NU * math.pi)
+    thin = torch.linalg.solve_triangular(root, weighted.T, upper=False).T
+    made = Densities(moments.mean / unit, variance.reciprocal(), thin, constant - 0.5 * determinant)
+    return made.apply(lambda one: one[None].float())

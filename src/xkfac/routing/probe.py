@@ -1,0 +1,134 @@
+"""Features that tasks are told apart by: channel statistics of inputs and of what the first BN gets, or a head's input.
+
+Early features come from a frozen copy of the layers of the first task: they never change while the network learns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xkfac.errors import XkfacError
+from xkfac.model.batches import tensors
+from xkfac.model.passes import norms_of
+from xkfac.task_layers import task_layers_of
+
+EPSILON = 1e-5  # added to variances over positions before their logarithm
+
+
+class _Reached(Exception):
+    """The first BN layer was reached; holds its input."""
+
+
+class _End(nn.Module):
+    """Stands for a BN layer, and ends the pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise _Reached(x)
+
+
+class Probe(nn.Module):
+    """Early features [N, F] of inputs: of the input itself, and of what the BN layer `norm` gets, the first that runs.
+
+    Images [N, C, ...] give mean and log variance of each channel over positions, vectors [N, C] their entries. Of the
+    given model, only the layers `needed` in front of this BN layer are kept. blocks: how many features in a row are of
+    one kind.
+    """
+
+    def __init__(self, model: nn.Module, norm: str | None, needed: list[str], blocks: list[int]) -> None:
+        super().__init__()
+        self.norm, self.needed, self.blocks = norm, needed, blocks
+        self.layers = None if norm is None else _prefix(model, norm, needed)
+
+    def description(self) -> dict[str, Any]:
+        """Return what it is made with beside the model."""
+        return {"norm": self.norm, "needed": self.needed, "blocks": self.blocks}
+
+    @torch.no_grad()
+    def forward(self, x: Any) -> Tensor:
+        """Return the features [N, F] of the inputs x of a model."""
+        seen = [one for one in tensors(x) if one.is_floating_point() and one.dim() > 1]
+        if self.layers is not None:
+            try:
+                self.layers(x)
+            except _Reached as reached:
+                seen.append(reached.args[0])
+        blocks = [block for one in seen for block in statistics(one)]
+        if not blocks:
+            raise XkfacError("the network has no BN, and its inputs are no numbers [N, C, ...]; use by='last'")
+        self.blocks = [block.shape[1] for block in blocks]
+        return torch.cat(blocks, 1)
+
+
+def make_probe(model: nn.Module, x: Any) -> Probe:
+    """Return the probe of a model without a `TaskLayer`, for inputs like x."""
+    called, norms = _called(model, x), norms_of(model)
+    norm = next((path for path in called if path in norms), None)
+    return Probe(model, norm, called[: called.index(norm)] if norm else [], [])
+
+
+def statistics(x: Tensor) -> list[Tensor]:
+    """Return mean and log variance over positions, [N, C] each, of images x [N, C, ...], or vectors x [N, C] alone."""
+    if x.dim() == 2:
+        return [x.float()]
+    variance, mean = torch.var_mean(x.float().flatten(2), 2, correction=0)
+    return [mean, (variance + EPSILON).log()]
+
+
+def last_features(model: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the input [N, F] of the linear layer that a run of a model calls last, and what the run gives."""
+    found: list[Tensor] = []
+
+    def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        found[:] = inputs[:1]
+
+    hooks = [one.register_forward_pre_hook(note) for one in model.modules() if isinstance(one, nn.Linear)]
+    try:
+        answers = run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not found or found[0].dim() != 2:
+        raise XkfacError("the network ends in no linear layer with inputs [N, F]; infer tasks by='early' features")
+    return found[0].detach().float(), answers
+
+
+def plain(model: nn.Module, task: str) -> nn.Module:
+    """Return a copy of a model in evaluation mode, with the layers of one task in place of every `TaskLayer`."""
+    made = copy.deepcopy(model).eval()
+    for path, layer in task_layers_of(made).items():
+        made.set_submodule(path, layer.of[task])
+    return made
+
+
+def _called(model: nn.Module, x: Any) -> list[str]:
+    """Return the paths of BN layers and of modules without children that a pass runs, in the order of their calls."""
+    called: dict[str, None] = {}
+    norms = norms_of(model)
+
+    def noting(path: str) -> Callable[..., None]:
+        return lambda *_: called.setdefault(path)
+
+    leaves = {path: module for path, module in model.named_modules() if path in norms or not list(module.children())}
+    hooks = [module.register_forward_pre_hook(noting(path)) for path, module in leaves.items()]
+    try:
+        with torch.no_grad():
+            model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(called)
+
+
+def _prefix(model: nn.Module, norm: str, needed: list[str]) -> nn.Module:
+    """Return a model that ends at a BN layer, its weights frozen, without the weights of layers that are not needed."""
+    for path, module in list(model.named_modules()):
+        if path == norm:
+            model.set_submodule(path, _End())
+        elif path not in needed and not list(module.children()) and module.state_dict():
+            model.set_submodule(path, nn.Identity())
+    return model.requires_grad_(False)

@@ -1,0 +1,330 @@
+"""A network with task-specific layers that infers the task of its inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from xkfac import files
+from xkfac.errors import MismatchError, XkfacError
+from xkfac.model.batches import inputs_of, labels_of
+from xkfac.model.passes import Progress, batches, device_of, untouched, unwrap
+from xkfac.routing.density import Densities, Moments, fit
+from xkfac.routing.probe import Probe, last_features, make_probe, plain
+from xkfac.task_layers import TaskLayer, task_layers_of, using_task
+
+By = Literal["early", "last", "source"]
+Using = Callable[[Any, str], AbstractContextManager[None]]
+FORMAT = "xkfac-router"
+QUANTILES = 101  # of a task's own log densities: they say how unusual an image is
+HELD_OUT = 5  # one image out of so many measures these, and the temperature, instead of the density
+MOST_HELD_OUT = 4096
+DENSITY = tuple(field.name for field in fields(Densities))
+PER_TASK = (*DENSITY, "quantiles", "temperatures", "classes")
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a router answers for N examples.
+
+    outputs: those of each example's likeliest task [N, ...]; where heads have different numbers of classes, those of
+    smaller heads are padded with -inf. tasks: places in `Router.tasks` [N], -1 for unknown. probabilities: [N, T].
+    """
+
+    outputs: Tensor
+    tasks: Tensor
+    probabilities: Tensor
+
+
+class Router(nn.Module):
+    """A model with task-specific layers, and statistics of each task by which the task of an input is inferred.
+
+    by: the features that statistics are kept of. "early": mean and log variance of each channel of the input and of
+    what the first BN layer gets, from a frozen copy of the layers in front of it. "last": the input of the head, with
+    the layers of the first task. "source": the same, from a frozen copy of the network as it is at the first task.
+    using: a context manager in which a model answers for a task, for models that choose their heads themselves.
+    rank: how many directions of the features' covariance are kept. tasks: those that are known, in their order.
+
+    The prior probability of a task is its share of all classes: each class is as likely as any other.
+    """
+
+    unit: Tensor
+    quantiles: Tensor
+    temperatures: Tensor
+    classes: Tensor
+
+    def __init__(self, model: nn.Module, by: By = "early", *, using: Using = using_task, rank: int = 32) -> None:
+        super().__init__()
+        if by not in get_args(By) or rank < 1:
+            raise XkfacError(f"by is '{by}' and rank {rank}; by must be 'early', 'last' or 'source', rank positive")
+        self.model, self.by, self.using, self.rank = model, by, using, rank
+        self.tasks: list[str] = []
+        self.probe: Probe | _Fixed | None = None
+        for name in ("unit", *PER_TASK):
+            self.register_buffer(name, None)
+
+    @property
+    def numbers_per_task(self) -> int:
+        """How many numbers are kept of a task, beside its layers."""
+        return sum(getattr(self, name)[0].numel() for name in PER_TASK) if self.tasks else 0
+
+    @property
+    def active_task(self) -> str:
+        """The task whose layers are active in the model.
+
+        Raises XkfacError for a model without task-specific layers.
+        """
+        for one in (self.model, *task_layers_of(self.model).values()):
+            if isinstance(getattr(one, "active", None), str):
+                return str(one.active)
+        raise XkfacError("the model has no task-specific layers; make them by give_task_norms or give_task_layers")
+
+    def add_task(
+        self, task: str, loader: Iterable[Any], *, max_batches: int | None = None, progress: Progress = False
+    ) -> None:
+        """Keep the statistics of a task, from batches of its training images without augmentation.
+
+        Labels, where batches have them, say how many classes the task has. What was known of the task is replaced.
+
+        Raises XkfacError for a task that the model has no layers for, and for fewer than 3 examples.
+        """
+        with self.using(self.model, task):
+            pass  # refuses a task without layers before anything is changed
+        first = self.tasks[0] if self.tasks else task
+        moments, aside, seen, classes = Moments(), list[Tensor](), 0, set[int]()
+        with untouched(self.model), torch.no_grad():
+            self.model.eval()
+            for size, batch in batches(loader, device_of(self.model), max_batches=max_batches, progress=progress):
+                features, _ = self._features(inputs_of(batch), first)
+                chosen = torch.arange(seen, seen + size, device=features.device) % HELD_OUT == 0
+                if size > int(chosen.sum()):
+                    moments.add(features[~chosen])
+                if seen < MOST_HELD_OUT * HELD_OUT:
+                    aside.append(features[chosen])
+                seen += size
+                classes |= _classes(batch)
+        if moments.count < 2:
+            raise XkfacError(f"the loader of task '{task}' gave {seen} examples; a task needs at least 3")
+        self._keep(task, moments, torch.cat(aside), max(len(classes), 1))
+
+    def _keep(self, task: str, moments: Moments, aside: Tensor, classes: int) -> None:
+        """Put the density of a task in its place, and measure on features that it has not seen how sure it may be."""
+        others = [place for place, name in enumerate(self.tasks) if name != task]
+        if not others:
+            blocks = self.probe.blocks if isinstance(self.probe, Probe) else [aside.shape[1]]
+            self.unit = _unit(moments.covariance.diagonal(), blocks)
+        density = fit(moments, self.unit.double(), self.rank)
+        if others:
+            density = self._densities().apply(lambda one: one[others]).joined(density)
+        scores = density.log_density(aside / self.unit)
+        levels = torch.linspace(0, 1, QUANTILES, device=scores.device)
+        new = {
+            "quantiles": torch.quantile(scores[:, -1], levels),
+            "temperatures": _temperature(scores),
+            "classes": torch.tensor(float(classes), device=scores.device),
+        }
+        for name, value in new.items():
+            kept = [getattr(self, name)[others]] if others else []
+            setattr(self, name, torch.cat([*kept, value[None]]))
+        for name in DENSITY:
+            setattr(self, name, getattr(density, name))
+        self.tasks = [*(name for name in self.tasks if name != task), task]
+
+    def _densities(self) -> Densities:
+        if not self.tasks:
+            raise XkfacError("the router knows no task yet; call add_task(task, loader) for each")
+        return Densities(*(getattr(self, name) for name in DENSITY))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _features(self, x: Any, first: str) -> tuple[Tensor, Tensor | None]:
+        """Return the features [N, F] of inputs, and the answers for the first task where these came out as well."""
+        if self.by == "last":
+            return last_features(self.model, lambda: self._answer(x, first))
+        if self.probe is None:
+            copy = plain(unwrap(self.model), first)
+            self.probe = make_probe(copy, x) if self.by == "early" else _Fixed(copy, first, self.using)
+        if isinstance(self.probe, Probe):
+            return self.probe(x), None
+        source = self.probe
+        return last_features(source, lambda: source(x))[0], None
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Return the log densities [N, T] of the features of x [N, ...] under each task."""
+        densities = self._densities()
+        return densities.log_density(self._features(x, self.tasks[0])[0] / self.unit)
+
+    # Which tasks a batch is of is not known before it runs.
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def forward(self, x: Tensor, task: str | None = None, *, together: bool = False, unknown: float = 0.0) -> Routed:
+        """Return what the network answers for x [N, ...], and the tasks that the examples were taken for.
+
+        task: that of all examples, where it is known; nothing is inferred then. together: all are of one task, which
+        is inferred from all of them. unknown: the share of its own images that a task may fail to recognise; an example
+        that is less likely than these under its likeliest task is unknown. 0 takes each for one of the tasks.
+        """
+        if not 0 <= unknown < 1:
+            raise XkfacError(f"unknown is {unknown}; it must be a share from 0 to below 1")
+        if task is not None:
+            return self._given(x, task)
+        densities = self._densities()
+        features, answers = self._features(x, self.tasks[0])
+        scores = densities.log_density(features / self.unit)
+        if together:
+            scores = scores.sum(0, keepdim=True).expand_as(scores)
+        logits = scores / self.temperatures.max() + self.classes.log()
+        likeliest = tasks = logits.argmax(1)
+        if unknown > 0:
+            best = scores.gather(1, likeliest[:, None])[:, 0] / (len(x) if together else 1)
+            tasks = torch.where(best < self._level(unknown)[likeliest], -1, likeliest)
+        return Routed(self._answers(x, likeliest, answers), tasks, torch.softmax(logits, 1))
+
+    def _level(self, unknown: float) -> Tensor:
+        """Return the log density [T] that a share of a task's own images is below."""
+        place = unknown * (QUANTILES - 1)
+        return self.quantiles[:, int(place)].lerp(self.quantiles[:, int(place) + 1], place - int(place))
+
+    def _given(self, x: Tensor, task: str) -> Routed:
+        if task not in self.tasks:
+            raise XkfacError(f"the router knows no task '{task}'; name one of {', '.join(self.tasks)}, or add it")
+        outputs = self._answer(x, task)
+        place = torch.full((len(outputs),), self.tasks.index(task), device=outputs.device)
+        return Routed(outputs, place, nn.functional.one_hot(place, len(self.tasks)).float())
+
+    def _answer(self, x: Tensor, task: str) -> Tensor:
+        with self.using(self.model, task):
+            outputs: Tensor = self.model(x)
+        return outputs
+
+    def _answers(self, x: Tensor, likeliest: Tensor, first: Tensor | None) -> Tensor:
+        """Return the outputs of each example's task, one pass per task; the device is waited for once."""
+        places = torch.arange(len(self.tasks), device=likeliest.device)
+        counts = (likeliest[:, None] == places).sum(0).tolist()
+        order = likeliest.argsort(stable=True)
+        outputs = []
+        for place, part in enumerate(torch.split(order, counts)):
+            if place == 0 and first is not None and not torch.is_grad_enabled():
+                outputs.append(first if len(part) == len(x) else first[part])
+            elif len(part) == len(x):
+                return self._answer(x, self.tasks[place])
+            elif len(part):
+                outputs.append(self._answer(x[part], self.tasks[place]))
+        most = max(one.shape[1] for one in outputs)
+        padded = [nn.functional.pad(one, (0, most - one.shape[1]), value=-math.inf) for one in outputs]
+        return torch.cat(padded)[order.argsort()]
+
+    def network(self, task: str) -> nn.Module:
+        """Return a copy of the model with the layers of one task alone, for export, or for use without a router."""
+        return _Fixed(plain(unwrap(self.model), task), task, self.using)
+
+    def description(self) -> dict[str, Any]:
+        """Return, as plain values, what `restore` needs beside the tensors of `statistics`."""
+        probe = self.probe.description() if isinstance(self.probe, Probe) else None
+        return {"by": self.by, "rank": self.rank, "tasks": self.tasks, "probe": probe}
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Return the statistics of the tasks, and the frozen layers that features are taken from."""
+        kept = {f"statistics/{name}": getattr(self, name) for name in ("unit", *PER_TASK)} if self.tasks else {}
+        frozen = {} if self.probe is None else self.probe.state_dict()
+        return {**kept, **{f"probe/{name}": tensor for name, tensor in frozen.items()}}
+
+    def restore(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take what `description` and `statistics` of a router gave, of a model with the same layers."""
+        self.by, self.rank, self.tasks = description["by"], description["rank"], list(description["tasks"])
+        self.probe = None
+        if self.tasks and self.by != "last":
+            copy = plain(unwrap(self.model), self.tasks[0])
+            early = description["probe"]
+            self.probe = Probe(copy, **early) if early else _Fixed(copy, self.tasks[0], self.using)
+            self.probe.load_state_dict(_below("probe/", tensors))
+        for name, tensor in _below("statistics/", tensors).items():
+            setattr(self, name, tensor.to(device_of(self.model)))
+
+    def save(self, path: str | Path) -> None:
+        """Write the model, its tasks' layers and heads, and the statistics to one safetensors file."""
+        model = unwrap(self.model)
+        layers = {path: list(layer.of) for path, layer in task_layers_of(model).items()}
+        tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+        files.write(path, {**self.description(), "layers": layers}, {**tensors, **self.statistics()}, FORMAT)
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module, *, using: Using = using_task) -> Router:
+        """Return the router of a file, with a model of the same class as the one that was saved.
+
+        The model gets the weights of the file, and a `TaskLayer` wherever the saved model has one and it has not.
+
+        Raises MemoryFileError for a file that is damaged or no router's, MismatchError for another model.
+        """
+        description, tensors = files.read(path, FORMAT)
+        weights = _below("model/", tensors)
+        try:
+            for place, tasks in description["layers"].items():
+                layer = model.get_submodule(place)
+                if not isinstance(layer, TaskLayer):
+                    model.set_submodule(place, _task_layer(layer, tasks, _below(f"{place}.of.", weights)))
+            model.load_state_dict(weights)
+        except (AttributeError, RuntimeError) as error:
+            raise MismatchError(f"'{path}' is of another model ({error}); make the model that was saved") from None
+        router = cls(model, using=using)
+        router.restore(description, tensors)
+        return router.eval()
+
+
+class _Fixed(nn.Module):
+    """A model in evaluation mode that answers for one task."""
+
+    def __init__(self, model: nn.Module, task: str, using: Using) -> None:
+        super().__init__()
+        self.model, self.task, self.using = model.eval().requires_grad_(False), task, using
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.using(self.model, self.task):
+            outputs: Tensor = self.model(x)
+        return outputs
+
+
+def _classes(batch: Any) -> set[int]:
+    """Return the classes of a batch, or nothing where its labels are no numbers of classes."""
+    try:
+        labels = labels_of(batch)
+    except XkfacError:
+        return set()
+    whole = isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point()
+    return set(labels.tolist()) if whole else set()
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _task_layer(layer: nn.Module, tasks: list[str], weights: Mapping[str, Tensor]) -> TaskLayer:
+    """Return a `TaskLayer` made of copies of a layer, linear ones with as many outputs as their weights have."""
+    made = TaskLayer(layer, tasks)
+    for task in tasks if isinstance(layer, nn.Linear) else ():
+        outputs, inputs = weights[f"{task}.weight"].shape
+        made.of[task] = nn.Linear(inputs, outputs, f"{task}.bias" in weights)
+    return made.to(device_of(layer)).train(layer.training)
+
+
+def _unit(variance: Tensor, blocks: list[int]) -> Tensor:
+    """Return the unit [F] of each feature: the root mean variance of the block that it is in.
+
+    Features of one block share it: one that never varies in the first task, such as a pixel at the border, would
+    otherwise decide alone.
+    """
+    means = torch.cat([part.mean().expand_as(part) for part in torch.split(variance, blocks)])
+    return means.clamp(min=torch.finfo(torch.float32).tiny).sqrt().float()
+
+
+def _temperature(scores: Tensor) -> Tensor:
+    """Return by what scores [N, T] of images of the last task are to be divided to be as sure as they are right."""
+    choices = torch.logspace(0, 4, 161, device=scores.device)
+    losses = torch.stack([-torch.log_softmax(scores / choice, 1)[:, -1].mean() for choice in choices])
+    return choices[losses.argmin()]
