@@ -21,7 +21,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 examples: $(READY)
-	$(BIN)/pytest -s tests/test_examples.py
+	WHOLE_EXAMPLES=1 $(BIN)/pytest -s tests/test_examples.py
 
 format: $(READY)
 	$(BIN)/ruff format .

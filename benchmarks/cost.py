@@ -168,7 +168,7 @@ def measure(
         own, options = copy.deepcopy(net), VARIANTS[name]
         memory = xkfac.consolidate(own, [x], **options)
         sizes[name] = file_size(memory)
-        learner = xkfac.Learner(own, memory)
+        learner = xkfac.Learner(own, memory, penalty_every=1)
         learner.begin(recentre=False)
         steps[name] = partial(seconds, partial(penalised_step, own, learner, x, y))
         passes[name] = partial(curvature_seconds, net, x, options)

@@ -31,6 +31,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "XK-FAC": {"method": "xkfac"},
     "XK-FAC, the paper's form": {"method": "xkfac", "form": "paper"},
     "XK-FAC, hierarchical": {"method": "xkfac", "grouping": "hierarchical"},
+    "fixed BN, hierarchical": {"method": "fixed-bn"},
+    "XK-FAC, 8 draws": {"method": "xkfac", "draws": 8},
+    "XK-FAC, hierarchical, 8 draws": {"method": "xkfac", "grouping": "hierarchical", "draws": 8},
 }
 Batch = tuple[Tensor, Tensor]
 GIB = 2**30
@@ -125,7 +128,7 @@ def main() -> None:
     x = torch.randn(options.batch, 3, options.pixels, options.pixels, device=device)
     batch = x.to(memory_format=torch.channels_last), torch.randint(0, 1000, (options.batch,), device=device)
     record = {**provenance(), "options": {key: str(value) for key, value in vars(options).items() if key != "output"}}
-    made = {name: {**METHODS[name], "draws": 1} for name in options.methods}
+    made = {name: {"draws": 1, **METHODS[name]} for name in options.methods}
     runs = {"plain": plain_pass(net, batch, device)}
     runs |= {name: curvature_pass(net, batch, device, one) for name, one in made.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}

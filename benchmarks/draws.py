@@ -6,7 +6,7 @@ A small convolutional network with BN, trained on digits. The gradient factors o
 hierarchical grouping, are estimated from B batches of 32 examples with K draws each, many times over, and compared with
 the exact ones of all batches: all examples and classes, by as many backward passes. Errors are in the Frobenius norm,
 relative to the exact factor, averaged over the three units: of H' and H'' as they are estimated; of H' from all
-positions of every draw, which the library has no longer; and of H'' shrunk towards a target of the same trace, H' or
+positions of every draw; and of H'' shrunk towards a target of the same trace, H' or
 the identity, by an intensity that is estimated from the draws themselves as Ledoit and Wolf do, or the best there is.
 """
 

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from xkfac import files as storage
-from xkfac.experiments.runs.folder import CHECKPOINT, RunFolder
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job_folder import CHECKPOINT
 
 RECIPE = """
 name = "kills"

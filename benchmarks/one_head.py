@@ -43,8 +43,8 @@ from torch.nn import functional as F
 
 import xkfac
 from xkfac.experiments.data.digits import load
-from xkfac.model.passes import set_mode, untouched
-from xkfac.task_layers import norm_state, task_layers_of
+from xkfac.model.passes import norms_of, set_mode, untouched
+from xkfac.task_layers import task_layers_of
 
 Examples = tuple[Tensor, Tensor]
 PIXELS, BATCH, LR, DRAWS = 32, 64, 0.05, 8
@@ -207,7 +207,8 @@ def measured(net: nn.Sequential, source: nn.Sequential, old: Examples, new: Exam
     found = {f"new {how}": accuracy(net, new, how) for how in ("stored", "batch")}
     found |= {f"old {how}": accuracy(net, old, how) for how in ("stored", "batch")}
     if bn == "own":
-        norms = norm_state(source)
+        paths = norms_of(source).items()
+        norms = {f"{path}.{name}": tensor for path, norm in paths for name, tensor in norm.state_dict().items()}
         affine, kept = ("weight", "bias"), ("running_mean", "running_var")
         found["old own"] = accuracy(mixed(net, norms, (*affine, *kept)), old, "stored")
         found["old own statistics"] = accuracy(mixed(net, norms, kept), old, "stored")

@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FOLDER = ROOT / ".venv-peers"
 PYTHON = FOLDER / "bin" / "python"
+OPTIONAL = ("kronfluence==1.0.1",)
 WANTED = (HERE / "requirements-peers.txt", ROOT / "constraints.txt", ROOT / "pyproject.toml")
 
 
@@ -35,6 +36,8 @@ def prepare() -> None:
     # torch first, and pinned: what a peer asks for alone would bring another build.
     subprocess.run([*install, "torch", "torchvision"], check=True)
     subprocess.run([*install, "--requirement", str(WANTED[0]), "--editable", str(ROOT)], check=True)
+    for package in OPTIONAL:  # what it needs besides may not be there; the benchmark then says so in its rows
+        subprocess.run([*install, package], check=False)
     ready.write_text(digest)
 
 

@@ -19,7 +19,6 @@ penalties take steps that are implicit in them.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import itertools
 import json
@@ -45,7 +44,6 @@ from xkfac.experiments.networks.weights import load_source
 from xkfac.model.merged_weight import bind
 from xkfac.model.passes import norms_of
 from xkfac.penalty.quadratic import Penalty
-from xkfac.task_layers import norm_state, with_norm_state
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "K-FAC": {"method": "kfac"},
@@ -115,7 +113,7 @@ class Measure:
         self, net: ManyHeaded, source: str, part: Part, prepare: Callable[[Tensor], Tensor], *, own_bn: bool
     ) -> None:
         self.source, self.part, self.prepare = source, part, prepare
-        self.norms = norm_state(net) if own_bn else None
+        self.norms = copy.deepcopy(norms_of(net)) if own_bn else {}
         self.before = self._outputs(net)
         self.loss = F.cross_entropy(self.before, part.y)
 
@@ -123,9 +121,11 @@ class Measure:
     def _outputs(self, net: ManyHeaded) -> Tensor:
         flag = net.training
         net.eval()
-        norms = contextlib.nullcontext() if self.norms is None else with_norm_state(net, self.norms)
-        with net.using(self.source), norms:
-            outputs = torch.cat([net(self.prepare(x)) for x in self.part.x.split(500)])
+        used = copy.deepcopy(net) if self.norms else net
+        for path, norm in self.norms.items():
+            used.get_submodule(path).load_state_dict(norm.state_dict())
+        with used.using(self.source):
+            outputs = torch.cat([used(self.prepare(x)) for x in self.part.x.split(500)])
         net.train(flag)
         return outputs
 

@@ -119,8 +119,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasks", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     record = {**provenance(), "seeds": list(range(options.seeds))}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

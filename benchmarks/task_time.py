@@ -21,8 +21,8 @@ from common import keep, provenance
 
 from xkfac.experiments.data.digits import load
 from xkfac.experiments.recipes.parsing import load_recipe
-from xkfac.experiments.runs.folder import JobFolder
 from xkfac.experiments.runs.job import JobRun
+from xkfac.experiments.runs.job_folder import JobFolder
 from xkfac.experiments.runs.tasks import PermutedTasks
 
 LINES = ("fine-tuning", "ewc", "kfac-bn-brn", "xkfac-bn-brn", "xkfac-bn-bn", "xkfac-brn-brn", "corrected")

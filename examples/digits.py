@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 
 def images(task=0, classes=range(10)):
@@ -21,8 +21,10 @@ def loaders(x, y, batch_size=64):
     """Return loaders of a training, a held-out and a test set: 60, 20 and 20% of the examples."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     a, b = round(0.6 * len(x)), round(0.8 * len(x))
-    parts = [TensorDataset(x[part], y[part]) for part in (order[:a], order[a:b], order[b:])]
-    return [DataLoader(part, batch_size, shuffle=part is parts[0]) for part in parts]
+    train, *others = (TensorDataset(x[part], y[part]) for part in (order[:a], order[a:b], order[b:]))
+    samplers = [RandomSampler(train), *map(SequentialSampler, others)]
+    whole = [BatchSampler(sampler, batch_size, drop_last=False) for sampler in samplers]  # a batch is read at once
+    return [DataLoader(part, None, sampler=one) for part, one in zip((train, *others), whole, strict=True)]
 
 
 def network(outputs=10):

@@ -1,4 +1,4 @@
-"""Several heads: the digits 0 to 4, then 5 to 9, each with a head of its own on one shared trunk."""
+"""Several heads: the digits 0 to 4, then 5 to 9 with permuted pixels, each with a head of its own on one trunk."""
 
 import copy
 
@@ -12,7 +12,7 @@ import xkfac
 torch.manual_seed(0)
 x, y = images(classes=range(5))
 source, held_out_source, source_test = loaders(x, y)
-x, y = images(classes=range(5, 10))
+x, y = images(task=1, classes=range(5, 10))
 target, _, target_test = loaders(x, y - 5)
 model = nn.Sequential()
 model.trunk, model.head = network()[:-1], nn.Linear(64, 5)
@@ -25,13 +25,13 @@ memory = xkfac.calibrate(model, memory, held_out_source)
 heads = {"source": model.head}
 model.head = nn.Linear(64, 5)  # swap heads before you make the learner
 unprotected = copy.deepcopy(model)
-fine_tune(unprotected, target)
+fine_tune(unprotected, target, epochs=15)
 
 learner = xkfac.Learner(model, memory)
 learner.begin(target)
 optimizer = torch.optim.Adam(model.parameters(), 3e-3)
 model.train()
-for _ in range(5):
+for _ in range(15):
     for x, y in target:
         loss = learner.objective(F.cross_entropy(model(x), y))
         optimizer.zero_grad()

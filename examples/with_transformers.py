@@ -38,16 +38,16 @@ config = ResNetConfig(
     num_channels=1, embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", num_labels=10
 )
 model = ResNetForImageClassification(config)
-source_trainer = Trainer(model, arguments(8), train_dataset=source, eval_dataset=held_out_source)
+source_trainer = Trainer(model, arguments(6), train_dataset=source, eval_dataset=held_out_source)
 source_trainer.train()
 before = accuracy(model, source_test)
 
 memory = xkfac.consolidate(model, source_trainer.get_eval_dataloader())
 memory = xkfac.calibrate(model, memory, source_trainer.get_eval_dataloader(), steps=80)
 unprotected = copy.deepcopy(model)
-Trainer(unprotected, arguments(4), train_dataset=target).train()
+Trainer(unprotected, arguments(3), train_dataset=target).train()
 
-trainer = XKFACTrainer(model, arguments(4), train_dataset=target, memory=memory)
+trainer = XKFACTrainer(model, arguments(3), train_dataset=target, memory=memory)
 trainer.train()
 memory = trainer.memory  # the memory of both tasks
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.helpers.setups import Everything, bare, data, leave_side_stream, randomise
 from xkfac import METHODS, Balance, Calibration, Learner, Router, consolidate, give_task_norms
-from xkfac.errors import NotFiniteError, XkfacWarning
+from xkfac.errors import NotFiniteError, XkfacError, XkfacWarning
 from xkfac.learning.divergence import INTERVAL
 from xkfac.penalty.layout import Rounded
 
@@ -266,3 +266,17 @@ def test_a_router_waits_for_the_device_once_per_call():
             torch.cuda.set_sync_debug_mode("default")
     assert sum("synchroniz" in str(one.message) for one in caught) <= 1
     assert found.outputs.shape == (128, 3)
+
+
+def test_an_interval_of_several_steps_cannot_be_captured():
+    model = randomise(Everything()).cuda().train()
+    learner = Learner(model, consolidate(model, batches(2)), penalty_every=2)
+    learner.load_state_dict({"begun": True, "balance": None})
+    (x, y), *_ = batches(1)
+    loss = F.cross_entropy(model(x), y)
+    with (
+        pytest.raises(XkfacError, match="make the Learner with penalty_every=1"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        learner.objective(loss)
+    assert Learner(model, learner.memory)._step.interval.every == 1

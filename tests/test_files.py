@@ -361,7 +361,6 @@ def half_written(tensors, path, metadata):
     [
         (files, "save_file", full_disk, MemoryFileError),
         (os, "fsync", full_disk, MemoryFileError),
-        (Path, "touch", full_disk, MemoryFileError),
         (Path, "replace", full_disk, MemoryFileError),
         (files, "save_file", half_written, KeyboardInterrupt),
         (os, "fsync", stop, KeyboardInterrupt),

@@ -43,7 +43,9 @@ def held():
 
     def start(model, **options):
         loader, found = Held(), []
-        thread = threading.Thread(target=lambda: found.append(xkfac.consolidate(model, loader, "xkfac", draws=1, **options)))
+        thread = threading.Thread(
+            target=lambda: found.append(xkfac.consolidate(model, loader, "xkfac", draws=1, **options))
+        )
         thread.start()
         assert loader.inside.wait(30)
 

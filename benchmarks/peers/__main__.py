@@ -49,7 +49,14 @@ def record() -> dict[str, Any]:
     packages = sorted({peer.package for peer in PEERS.values()} - {"xkfac", "torch"})
     command = shlex.join(["python", "benchmarks/peers.py", *sys.argv[1:]])
     own = provenance(torch.device("cpu"), torch.get_num_threads())
-    return {**own, "command": command, "peers": {name: metadata.version(name) for name in packages}}
+    return {**own, "command": command, "peers": {name: version_of(name) for name in packages}}
+
+
+def version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def say(text: str) -> None:

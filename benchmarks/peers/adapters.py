@@ -6,6 +6,8 @@ quadratic penalty), and a file of it. Each library is imported where it is used:
 
 from __future__ import annotations
 
+import copy
+import tempfile
 import types
 import warnings
 from collections.abc import Callable
@@ -17,16 +19,19 @@ from interface import AbsentError, Moved, Peer, Step, layer_parameters, layers_o
 from nets import Batches
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 
 class Xkfac(Peer):
     """This library."""
 
     package = "xkfac"
+    cycle = 8  # the longest interval between two evaluations of the penalty
 
     def __init__(self, row: str, **options: Any) -> None:
         self.row = row
-        self.options = {"draws": 1, **options}
+        self.options = {"method": "xkfac", "draws": 1, **options}
+        self.once = self.options["draws"] is None
 
     def curvature(self, net: nn.Module, data: Batches) -> Any:  # noqa: D102
         import xkfac
@@ -37,10 +42,8 @@ class Xkfac(Peer):
         import xkfac
 
         options = dict(self.options)
-        kind = options.pop("method", "xkfac")
-        if kind == "ewc":
-            options, kind = {**options, "per_parameter": True}, "diagonal"
-        found = xkfac.estimate(net, data, kind, merge=False, **options)
+        method = xkfac.METHODS[options.pop("method")]
+        found = xkfac.estimate(net, data, method.settings, merge=False, per_parameter=method.per_parameter, **options)
         units = [unit for unit in found.coverage.units if unit.name in found.curvature.blocks]
 
         def product(moved: Moved) -> Moved:
@@ -360,9 +363,56 @@ class Avalanche(Peer):
         return plugin
 
 
+class Kronfluence(Peer):
+    """Kronfluence's factors, made by a model that it has set to evaluation mode, and read from the files it writes."""
+
+    package = "kronfluence"
+    row = "K-FAC, one draw, BN in evaluation mode"
+
+    def curvature(self, net: nn.Module, data: Batches) -> Any:  # noqa: D102
+        from kronfluence.analyzer import Analyzer, prepare_model
+        from kronfluence.task import Task
+
+        class Classification(Task):
+            def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
+                logits = model(batch[0])
+                labels = logits.detach().softmax(1).multinomial(1)[:, 0] if sample else batch[1]
+                return F.cross_entropy(logits, labels, reduction="sum")
+
+            def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
+                return self.compute_train_loss(batch, model)
+
+        task, batches = Classification(), list(data)
+        dataset = TensorDataset(*(torch.cat(part) for part in zip(*batches, strict=True)))
+        with tempfile.TemporaryDirectory() as folder:
+            model = prepare_model(copy.deepcopy(net), task)
+            analyzer = Analyzer("peers", model, task, cpu=True, disable_tqdm=True, output_dir=folder)
+            analyzer.fit_covariance_matrices("kfac", dataset, per_device_batch_size=len(batches[0][0]))
+            found = analyzer.load_covariance_matrices("kfac")
+        inputs, gradients, counts = (
+            found[name]
+            for name in ("activation_covariance", "gradient_covariance", "num_gradient_covariance_processed")
+        )
+        # Means over examples and positions; a layer's Fisher has the sum over positions.
+        return {name: (inputs[name] / len(dataset), gradients[name] / counts[name]) for name in inputs}
+
+    def product(self, state: Any, net: nn.Module, moved: Moved) -> Moved:  # noqa: D102
+        result: Moved = {}
+        for name, (left, right) in state.items():
+            names = [f"{name}.{part}" for part in ("weight", "bias") if f"{name}.{part}" in moved]
+            parts = [moved[one].reshape(len(right), -1) for one in names]
+            whole = right @ torch.cat(parts, 1) @ left
+            for one, part in zip(names, whole.split([part.shape[1] for part in parts], 1), strict=True):
+                result[one] = part.reshape(moved[one].shape)
+        return result
+
+
 def _rows() -> dict[str, Peer]:
     return {
         "xkfac": Xkfac("XK-FAC, one draw"),
+        "xkfac-hierarchical": Xkfac("XK-FAC, hierarchical, one draw", grouping="hierarchical"),
+        "xkfac-8": Xkfac("XK-FAC, 8 draws", draws=8),
+        "xkfac-default": Xkfac("fixed BN, default: 512 draws, at most 32 per batch", method="fixed-bn", draws=None),
         "xkfac-kfac": Xkfac("K-FAC, one draw", method="kfac"),
         "xkfac-ewc": Xkfac("EWC, one draw", method="ewc"),
         "asdl": Asdl(),
@@ -374,6 +424,7 @@ def _rows() -> dict[str, Peer]:
         "laplace-default": Laplace("K-FAC, default: all classes, fitted", tuned=False),
         "backpack": Backpack("K-FAC, one draw", "KFAC"),
         "backpack-diagonal": Backpack("diagonal, one draw", "DiagGGNMC"),
+        "kronfluence": Kronfluence(),
         "singd": Singd(),
         "avalanche": Avalanche(),
         "naive": Naive(),

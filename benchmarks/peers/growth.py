@@ -58,7 +58,7 @@ def point(what: str, value: int, case: Case, turns: int, tasks: int = 1, draws: 
     own = copy.deepcopy(case.net)  # plain passes move the running statistics away from the anchor
     plain = partial(plain_pass, case)
     passing, seconds = in_turns({"": partial(xkfac.consolidate, case.net, data, draws=draws)}, plain, turns)
-    learner = xkfac.Learner(own, memory)
+    learner = xkfac.Learner(own, memory, penalty_every=1)
     learner.begin(recentre=False)
 
     def step() -> None:

@@ -33,13 +33,15 @@ def layer_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
 class Peer:
     """One row: a library with a setting.
 
-    once: slow, so one batch is measured once. sampled: whether it draws labels.
+    once: slow, so one batch is measured once. sampled: whether it draws labels. cycle: steps in a row that are timed
+    together, since they differ.
     """
 
     package = ""
     row = ""
     once = False
     sampled = True
+    cycle = 1
 
     def prepare(self, net: nn.Module) -> None:
         """Do what the library wants done to a network beforehand."""

@@ -83,6 +83,28 @@ def times(cost: Cost, field: str, notes: Notes) -> str:
     return markdown(["library | what", *(NETS[net][0] for net in cost)], rows)
 
 
+def losses(cost: Cost) -> str:
+    """Return where another library is better than this one, the worst first: tuned K-FAC rows against our tuned one.
+
+    Defaults are compared with defaults.
+    """
+    ours = {"xkfac": "one draw", "xkfac-default": "default"}
+    found = []
+    for net, rows in cost.items():
+        for own, word in ours.items():
+            peers = [key for key in rows if not key.startswith("xkfac") and PEERS[key].row.startswith("K-FAC")]
+            for field in ("curvature", "step", "save", "load", "megabytes") if own in rows else ():
+                value = getattr(rows[own], field)
+                theirs = {key: getattr(rows[key], field) for key in peers if word in PEERS[key].row}
+                numbers = {key: one for key, one in theirs.items() if isinstance(one, float) and one > 0}
+                best = min(numbers, key=numbers.__getitem__, default=None)
+                if best is not None and isinstance(value, float) and value > numbers[best]:
+                    cells = [field, f"{value:.2f}", f"{numbers[best]:.2f}", PEERS[best].package, PEERS[best].row]
+                    found.append((value / numbers[best], [NETS[net][0], PEERS[own].row, *cells]))
+    rows = [[f"{ratio:.2f}", *cells] for ratio, cells in sorted(found, reverse=True)]
+    return markdown(["ours over theirs", "network", "our row", "what", "ours", "theirs", "library", "its row"], rows)
+
+
 def peaks(memory: Memory, notes: Notes) -> str:
     """Return peak memory over that of a plain pass, of a curvature batch and of a penalised step."""
     keys = [key for key in PEERS if any(key in found for found in memory.values())]
@@ -159,6 +181,7 @@ def all_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return every table by name, each with the notes that its cells refer to."""
     makers: dict[str, Callable[[Notes], str]] = {}
     if cost := results.get("cost"):
+        makers["losses"] = lambda notes: losses(cost)
         makers["curvature"] = lambda notes: times(cost, "curvature", notes)
         makers["step"] = lambda notes: times(cost, "step", notes)
         for net in cost:

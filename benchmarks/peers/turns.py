@@ -160,13 +160,19 @@ def steps(stands: dict[str, Stand], case: Case, turns: int) -> None:
             with torch.no_grad():
                 for parameter in net.parameters():
                     parameter.add_(torch.randn_like(parameter), alpha=WEIGHT_NOISE)
-            step(case.inputs, case.labels)
+            repeated(step, case, 1 if stand.peer.cycle == 1 else 3 * stand.peer.cycle)  # and the cycle gets its length
         except Exception as error:  # as above
             stand.row.step = described(error)
             continue
-        works[key] = partial(step, case.inputs, case.labels)
+        works[key] = partial(repeated, step, case, stand.peer.cycle)
     for key, ratio in in_turns(works, partial(plain_pass, case), turns)[0].items():
-        stands[key].row.step = ratio
+        stands[key].row.step = ratio / stands[key].peer.cycle
+
+
+def repeated(step: Callable[..., None], case: Case, times: int) -> None:
+    """Run a training step so many times."""
+    for _ in range(times):
+        step(case.inputs, case.labels)
 
 
 def files(stands: dict[str, Stand], case: Case, turns: int) -> None:

@@ -78,7 +78,7 @@ def _complain(text: str) -> None:
 
 def _exit_code(error: XkfacError) -> int:
     """Return 1 for a run that stopped before its end, and can be gone on with, 2 for all else."""
-    from xkfac.experiments.runs.folder import NotWritten
+    from xkfac.experiments.runs.job_folder import NotWritten
     from xkfac.experiments.runs.running import JobsFailed
 
     return 1 if isinstance(error, JobsFailed | NotWritten) else 2

@@ -239,10 +239,10 @@ def consolidate(
 ) -> Memory:
     """Make the memory of the task that `model` has just learnt, while its data is there.
 
-    `method` is one of `METHODS`, or a `Method`: by default `fixed-bn`, which keeps BN as it is and protects every layer
-    with its BN by hierarchical Kronecker factors; `paper` is XK-FAC as the paper has it. `options` change fields of it and of its `Settings`, such as
-    `form="paper"`; one that would have no effect is refused. The other arguments are those of `estimate`. The model is
-    left as it was, bit by bit.
+    `method` is one of `METHODS`, or a `Method`: by default `fixed-bn`, which keeps BN as it is and protects every
+    layer with its BN by hierarchical Kronecker factors; `paper` is XK-FAC as the paper has it. `options` change
+    fields of it and of its `Settings`, such as `form="paper"`; one that would have no effect is refused. The other
+    arguments are those of `estimate`. The model is left as it was, bit by bit.
     """
     chosen = get_method(method, **options)
     likelihood = get_likelihood(likelihood)

@@ -23,8 +23,8 @@ class Method:
     fixed_bn: gamma, beta and the statistics of every BN stay as they are, and BN runs in evaluation mode.
     fixed_affine: gamma and beta of every BN stay as they are; its statistics follow the batches.
     fixed_statistics: BN runs in evaluation mode, with the statistics that re-centring gave it; gamma and beta learn.
-    own_bn: every task has BN layers of its own (`norm_state`), so that the layers in front of them are units alone, and
-    BN is free, as is every other `TaskLayer`.
+    own_bn: BN is task-specific, so that the layers in front of it are units alone, and BN is free, as is every
+    `TaskLayer`.
     """
 
     name: str

@@ -1,8 +1,7 @@
-"""Layers that a task has of its own, as it has a head: for tasks that are told apart when the network is used.
+"""Task-specific layers: BN, heads or others, for networks whose task is known or inferred when they are used.
 
-Where it is known which task an input belongs to, or can be inferred (`xkfac.Router`), its BN need not be shared. The
-layers' weights alone are common then, and protected; gamma, beta and the statistics of every BN are kept with a task's
-head, and are free for the next one. Other layers can go the same way, at the cost of a copy a task, with BN or without.
+Shared layers alone are protected then; a task-specific layer is free while its task is learnt, at the cost of one copy
+per task.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from xkfac.errors import MismatchError, XkfacError
-from xkfac.model.passes import norms_of, unwrap
+from xkfac.errors import XkfacError
+from xkfac.model.passes import norms_of
 
 
 class TaskLayer(nn.Module):
@@ -36,7 +34,7 @@ class TaskLayer(nn.Module):
         self.active = next(iter(self.of))
 
     def enter(self, task: str) -> None:
-        """Use the layer of a task; it learns, all others stand still.
+        """Use the layer of a task; it learns, and no other does.
 
         Raises XkfacError for a task that it has no layer for.
         """
@@ -64,7 +62,7 @@ def task_layers_of(model: nn.Module) -> dict[str, TaskLayer]:
 
 
 def own_patterns(model: nn.Module, *, norms: bool) -> tuple[str, ...]:
-    """Return patterns of what tasks have of their own in a model, every `TaskLayer` and its `norms`, for `exclude`."""
+    """Return patterns for `exclude` of the task-specific layers of a model: every `TaskLayer`, and BN with `norms`."""
     return tuple(glob.escape(path) for path in (*(norms_of(model) if norms else ()), *task_layers_of(model)))
 
 
@@ -77,8 +75,9 @@ def give_task_norms(model: nn.Module, tasks: Iterable[str]) -> None:
 def give_task_layers(model: nn.Module, tasks: Iterable[str], layers: Iterable[str]) -> None:
     """Put a `TaskLayer` for these tasks in the place of layers of a model, named by paths or patterns of them.
 
-    A layer goes with all that is inside it. Raises XkfacError, before anything is changed, for a pattern that no layer
-    with parameters has that is shared yet.
+    A layer goes with all that is inside it.
+
+    Raises XkfacError, before anything is changed, for a pattern that matches no shared layer with parameters.
     """
     modules = [path for path, module in _shared(model).items() if path and any(True for _ in module.parameters())]
     chosen: set[str] = set()
@@ -107,7 +106,7 @@ def _give(model: nn.Module, paths: Iterable[str], tasks: Iterable[str]) -> None:
 
 
 def enter_task(model: nn.Module, task: str) -> None:
-    """Use the layers of a task in every `TaskLayer` of a model; they learn, those of other tasks stand still.
+    """Use the layers of a task in every `TaskLayer` of a model; they learn, and those of other tasks do not.
 
     Raises XkfacError for a task that there are no layers for.
     """
@@ -132,43 +131,3 @@ def using_task(model: nn.Module, task: str) -> Iterator[None]:
     finally:
         for layer, active in zip(layers, before, strict=True):
             layer.active = active
-
-
-def norm_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of gamma, beta and the statistics of every BN of a model, to be kept with a task's head."""
-    return {
-        f"{path}.{name}": tensor.detach().clone()
-        for path, norm in norms_of(unwrap(model)).items()
-        for name, tensor in norm.state_dict().items()
-    }
-
-
-@torch.no_grad()
-def load_norm_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put a `norm_state` back in, in place.
-
-    Raises MismatchError, before anything is changed, when it is of another network.
-    """
-    own = {
-        f"{path}.{name}": tensor
-        for path, norm in norms_of(unwrap(model)).items()
-        for name, tensor in norm.state_dict(keep_vars=True).items()
-    }
-    for name in own.keys() | state.keys():
-        if name not in own or name not in state or own[name].shape != state[name].shape:
-            raise MismatchError(
-                f"'{name}' of a BN is not alike in the network and in the norm state; load the state of this network"
-            )
-    for name, tensor in own.items():
-        tensor.copy_(state[name])
-
-
-@contextmanager
-def with_norm_state(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Use the BN layers of another task for a while, to measure it."""
-    before = norm_state(model)
-    load_norm_state(model, state)
-    try:
-        yield
-    finally:
-        load_norm_state(model, before)

@@ -269,7 +269,7 @@ def test_gradients_of_one_position_that_are_held_count_as_if_each_pass_were_take
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(("positions", "draws"), [(1, 3), (4, 8), (5, 3), (9, 2), (3, 7)])
+@pytest.mark.parametrize(("positions", "draws"), [(1, 8), (4, 8), (5, 13), (9, 2), (3, 32)])
 @pytest.mark.parametrize("form", ["paper", "mean"])
 @pytest.mark.parametrize("levels", [KFAC, *GROUPINGS.values()])
 def test_draws_share_the_positions_of_the_finest_level(levels, form, positions, draws):
@@ -288,13 +288,14 @@ def test_draws_share_the_positions_of_the_finest_level(levels, form, positions, 
         torch.testing.assert_close(found, wanted)
 
 
-def test_draws_take_every_position_once_or_as_often_as_there_are_draws_for_it():
+def test_of_many_draws_each_takes_a_part_of_the_positions():
     g = torch.arange(5.0).view(1, 1, 5, 1)
-    taken = [Draw(1 / 3, place, 3).share_of(g) for place in range(3)]
-    assert [(part.flatten().tolist(), counted) for part, counted in taken] == [([0, 3], 3), ([1, 4], 3), ([2], 3)]
-    taken = [Draw(1 / 7, place, 7).share_of(g) for place in range(7)]
-    assert [part.item() for part, _ in taken] == [0, 1, 2, 3, 4, 0, 1]
-    assert [counted for _, counted in taken] == [3.5, 3.5, 7, 7, 7, 3.5, 3.5]
+    whole = [Draw(1 / 4, place, 4).share_of(g) for place in range(4)]
+    assert [(part.flatten().tolist(), counted) for part, counted in whole] == [([0, 1, 2, 3, 4], 1)] * 4
+    taken = [Draw(1 / 9, place, 9).share_of(g) for place in range(3)]
+    assert [part.flatten().tolist() for part, _ in taken] == [[0, 2, 4], [1, 3], [0, 2, 4]]
+    assert [counted for _, counted in taken] == [9 / 5, 9 / 4, 9 / 5]
+    assert Draw(1 / 32, 6, 32).share_of(g)[0].flatten().tolist() == [2]
 
 
 @pytest.mark.parametrize("form", ["mean", "paper"])

@@ -40,13 +40,22 @@ def of_processes(tmp_path_factory):
     """Return a function that gives what so many processes have left, each number of them started once."""
 
     @functools.cache
-    def made(ranks):
+    def started(ranks):
         folder = tmp_path_factory.mktemp("processes")
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = probe.getsockname()[1]
-        torch.multiprocessing.spawn(process, (ranks, port, str(folder)), nprocs=ranks)
-        return [torch.load(folder / str(rank), weights_only=False) for rank in range(ranks)], folder
+        try:
+            torch.multiprocessing.spawn(process, (ranks, port, str(folder)), nprocs=ranks)
+            return [torch.load(folder / str(rank), weights_only=False) for rank in range(ranks)], folder
+        except Exception as error:  # kept, so that no test starts them again to fail as long
+            return error
+
+    def made(ranks):
+        left = started(ranks)
+        if isinstance(left, Exception):
+            pytest.fail(f"{ranks} processes that share a pass ended with an error: {left}")
+        return left
 
     return made
 

@@ -16,8 +16,9 @@ import torch
 from xkfac import files
 from xkfac.experiments.data.digits import load
 from xkfac.experiments.recipes.parsing import parse_recipe
-from xkfac.experiments.runs.folder import CHECKPOINT, RunFolder
+from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import JobRun
+from xkfac.experiments.runs.job_folder import CHECKPOINT
 from xkfac.experiments.runs.tasks import PermutedTasks
 
 TEXT = """

@@ -28,18 +28,21 @@ def batches(seed, number=4, size=8):
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
-def bare_loop(model, memory, loader, *, epochs=2, lr=0.05, passes=1, clip=None, autocast=False, balance=None):
-    """Learn a task as README shows it, with several micro-batches per step, clipping and bfloat16 where asked for."""
-    learner = xkfac.Learner(model, memory, balance=balance)
+def bare_loop(model, memory, loader, *, epochs=2, passes=1, clip=None, autocast=None, scale=1.0):
+    """Learn a task as README shows it, with micro-batches, clipping and half precision where asked for."""
+    learner = xkfac.Learner(model, memory)
     learner.begin(loader)
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     model.train()
     for _ in range(epochs):
         for index, (x, y) in enumerate(loader):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
                 loss = F.cross_entropy(model(x), y)
-            learner.objective(loss, share=1 / passes).backward()
+            (scale * learner.objective(loss, share=1 / passes)).backward()
             if (index + 1) % passes == 0:
+                for parameter in model.parameters():
+                    if parameter.grad is not None:  # fixed BN has none
+                        parameter.grad /= scale
                 if clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), clip)
                 optimizer.step()

@@ -35,8 +35,10 @@ class Module(L.LightningModule):
         x, y = batch
         self.log("val_loss", F.cross_entropy(self(x), y))
 
+    lr = 0.05
+
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
 
 
 class Manual(Module):
@@ -97,7 +99,7 @@ def by_hand(net, memory, **options):
             id="accumulation and clipping",
         ),
         pytest.param(Manual, {}, {"accumulate_grad_batches": 2}, {"passes": 2}, id="manual optimization"),
-        pytest.param(Module, {"precision": "bf16-mixed"}, {}, {"autocast": True}, id="bf16-mixed"),
+        pytest.param(Module, {"precision": "bf16-mixed"}, {}, {"autocast": torch.bfloat16}, id="bf16-mixed"),
     ],
 )
 def test_a_fit_equals_the_plain_loop(source, kind, options, callback_options, bare):
@@ -108,14 +110,19 @@ def test_a_fit_equals_the_plain_loop(source, kind, options, callback_options, ba
     same_memory(callback.memory, after)
 
 
-def test_gradients_that_a_scaler_has_scaled(source):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_half_precision_with_a_gradient_scaler(source, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
     net, memory = source
-    plugin = L.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    plugin.forward_context = torch.enable_grad  # float32, so that only the scale differs from the plain loop
-    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-    found, _ = fitted(net, memory, plugins=plugin, **options)
-    expected, _ = by_hand(net, memory, passes=2, clip=0.1)
-    same_network(found, expected)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    plugin = L.plugins.MixedPrecision("16-mixed", device, scaler)
+    options = {"accelerator": device.replace("cuda", "gpu"), "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    found, _ = fitted(net, memory, plugins=plugin, devices=1, **options)
+    expected = Module(copy.deepcopy(net)).to(device)
+    target = [(x.to(device), y.to(device)) for x, y in batches(1)]
+    bare_loop(expected, memory, target, passes=2, clip=0.1, autocast=torch.float16, scale=1024.0)
+    same_network(found.cpu(), expected.cpu())
 
 
 class Killed(L.Callback):
@@ -176,14 +183,17 @@ class OfThisProcess(Module):
     def train_dataloader(self):
         return loader(1 + self.global_rank)
 
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9, weight_decay=0.1)
+
     def on_fit_end(self):
         (callback,) = (one for one in self.trainer.callbacks if isinstance(one, XKFACCallback))
         torch.save((self.state_dict(), callback.memory), self.folder / str(self.global_rank))
 
 
 def two_processes(module, memory, epochs):
-    """Return what DDP does, in one process: gradients are averaged, buffers are those of process 0."""
-    learner = xkfac.Learner(module, memory)
+    """Learn as DDP does, in one process: gradients are averaged, buffers are those of process 0."""
+    learner = xkfac.Learner(module, memory, penalty_every=1)  # as several processes do it
     loaders = [batches(1), batches(2)]
     learner.begin([*loaders[0], *loaders[1]])
     optimizer = module.configure_optimizers()
@@ -201,8 +211,10 @@ def two_processes(module, memory, epochs):
     learner.close()
 
 
-def test_two_processes(source, tmp_path):
-    net, memory = source
+@pytest.mark.parametrize("method", ["xkfac", "fixed-bn"])
+def test_two_processes(method, tmp_path):
+    net = network()
+    memory = xkfac.consolidate(Module(net), batches(0), method)
     module = OfThisProcess(copy.deepcopy(net))
     module.folder = tmp_path
     options = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False, "limit_val_batches": 0}
@@ -210,7 +222,7 @@ def test_two_processes(source, tmp_path):
         warnings.simplefilter("ignore")
         trainer(callbacks=[XKFACCallback(memory)], **options).fit(module)
     (found, after), (other, other_after) = (torch.load(tmp_path / name, weights_only=False) for name in "01")
-    expected = Module(copy.deepcopy(net))
+    expected = OfThisProcess(copy.deepcopy(net))
     two_processes(expected, memory, 2)
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(found[name], parameter, rtol=1e-5, atol=1e-6)
@@ -275,17 +287,13 @@ def test_an_interrupted_fit_leaves_no_hooks(source):
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_search_for_a_learning_rate_learns_nothing(source, tmp_path):
+def test_a_search_for_a_learning_rate_before_the_first_step(source, tmp_path):
     net, memory = source
-    module, callback = Module(copy.deepcopy(net)), XKFACCallback(memory)
-    module.lr = 0.05
-    searching = trainer(callbacks=[callback], default_root_dir=tmp_path)
-    L.tuner.Tuner(searching).lr_find(module, loader(), num_training=4, update_attr=False)
-    assert callback.memory is memory
-    assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
-    searching.fit(module, loader(), loader(2))
-    same_network(module, by_hand(net, memory)[0])
+    search = L.callbacks.LearningRateFinder(num_training_steps=4, update_attr=False)
+    found, callback = fitted(net, memory, callbacks=[search], default_root_dir=tmp_path)
+    expected, after = by_hand(net, memory)
+    same_network(found, expected)
+    same_memory(callback.memory, after)
 
 
 def test_one_callback_learns_several_tasks(source):
@@ -305,7 +313,7 @@ def test_the_older_package_name(source, monkeypatch):
 
     class Older(older.LightningModule):
         forward, training_step = Module.forward, Module.training_step
-        configure_optimizers = Module.configure_optimizers
+        lr, configure_optimizers = Module.lr, Module.configure_optimizers
 
         def __init__(self, net):
             super().__init__()

@@ -25,15 +25,15 @@ def status(
 
     found = [RunStatus.of(path) for path in find_runs(folder)]
     if as_json:
-        print_json([standing.to_dict() for standing in found])
+        print_json([run.to_dict() for run in found])
     elif not found:
         print(f"no runs in '{folder}'; 'xkfac run RECIPE' starts one")
     else:
         head = ("run", "recipe", "state", "jobs", "epochs", "average accuracy")
-        print_table(head, [standing.cells() for standing in found])
-        for standing in found:
-            if standing.reason:
-                console().print(f"damaged: {standing.reason}", markup=False, highlight=False)
+        print_table(head, [run.cells() for run in found])
+        for run in found:
+            if run.reason:
+                console().print(f"damaged: {run.reason}", markup=False, highlight=False)
 
 
 def report(

@@ -7,13 +7,24 @@ Whatever is linear in the inputs, the means by location among it, is kept of the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xkfac.curvature.gram import Gram, add_gram, mirror_, rounded, rounds, summed_in, unrounded
+from xkfac.curvature.gram import (
+    Gram,
+    add_gram,
+    add_product_,
+    mirror_,
+    rounded,
+    rounds,
+    stripe_of,
+    summed_in,
+    unrounded,
+)
 from xkfac.curvature.patch_gram import PatchGram
 from xkfac.curvature.patches import Patches
 from xkfac.errors import UnitError
@@ -207,8 +218,7 @@ class Deviations:
         if self.pooled:
             reference, mean, weight = self._mean()
             root: Tensor = F.pad(reference + mean, (0, self.patches.homogeneous), value=1.0)
-            root = root.to(self._like) * float(weight / examples) ** 0.5
-            return root
+            return root.to(self._like) * math.sqrt(weight / examples)
         (of,) = self._of.values()
         sums = of.sums if self._rows is None else self._rows.sums().unsqueeze(2)
         return self.patches.unrolled(of.origin + sums / examples).flatten(1, 2)
@@ -239,29 +249,31 @@ class Deviations:
     def _pooled(self, examples: int) -> list[Tensor]:
         """Return the factors where positions are examples too: within and between examples, or both together."""
         reference, mean, weight = self._mean()
-        within, features = Gram(), slice(0, self.patches.unit.shape[2] - self.patches.homogeneous)
-        between = self._alone if self.by_example else within
-        for of in self._of.values():
-            count, (near, moved, positions) = float(of.count), self._moved(of)
-            location, sums = (self.patches.unrolled(unrounded(i))[..., features] for i in (of.origin, of.sums))
-            # sum_n (y + o)^2 - y^2, which is (Y + N o)^2 / N - Y^2 / N for the sum Y of y over the examples.
-            _add_shifted(within, sums - moved[:, :, None], location - near[:, :, None], count)
-            _add_shifted(between, moved[:, :, None], (near - reference)[:, :, None], count, positions)
-        between.add(mean[:, :, None], -weight)
-        means = self._means.sum()
-        left = [self._total(self._gram.sum(), within.sum(), None if means is None else -means)]
-        if self.by_example:
-            left.append(self._total(means, between.sum()))
-        pad = self.patches.homogeneous
-        return [F.pad(factor / examples, (0, pad, 0, pad)) for factor in left]
-
-    def _total(self, *parts: Tensor | None) -> Tensor:
         groups, _, columns = self.patches.unit.shape
         features = columns - self.patches.homogeneous
-        total = self._like.new_zeros(groups, features, features)
-        for part in parts:
-            total = total if part is None else total + part
-        return total.to(self._like)
+        within: list[tuple[float, Tensor]] = []
+        between = [(-weight, mean)]
+        for of in self._of.values():
+            count, (near, moved, positions) = float(of.count), self._moved(of)
+            images = (of.origin, of.sums)
+            location, sums = (self.patches.unrolled(unrounded(i))[:, 0, :, :features] for i in images)
+            within += _shifted(sums - moved, location - near, count)
+            between += _shifted(moved, near - reference, count, positions)
+        inner, means, alone = (gram.sum() for gram in (self._gram, self._means, self._alone))
+        parts = [([inner], within + between)]
+        if self.by_example:
+            # The means are taken from the sum of squares before what is beyond them is added to them, in their place.
+            inner = inner if inner is None or means is None else inner.sub_(means)
+            parts = [([inner], within), ([means, alone], between)]
+        left = []
+        for sums_of_squares, rows in parts:
+            known = [one for one in sums_of_squares if one is not None]
+            total = known[0] if known else self._like.new_zeros(groups, features, features)
+            for one in known[1:]:
+                total += one
+            left.append(_with_rows(total, rows).div_(examples))
+        pad = self.patches.homogeneous
+        return [F.pad(factor, (0, pad, 0, pad)) if pad else factor for factor in left]
 
     @property
     def _like(self) -> Tensor:
@@ -300,8 +312,22 @@ class Deviations:
         return torch.stack(totals).sum(0)
 
 
-def _add_shifted(gram: Gram, sums: Tensor, shift: Tensor, count: float, scale: float = 1.0) -> None:
-    """Add what squares of `count` vectors of some sums have more when all are shifted; nothing where none is."""
-    if bool(shift.any()):
-        gram.add(sums + count * shift, scale / count)
-        gram.add(sums, -scale / count)
+def _shifted(sums: Tensor, shift: Tensor, count: float, scale: float = 1.0) -> list[tuple[float, Tensor]]:
+    """Return rows, and what their squares count, that the squares of vectors have more when all are shifted.
+
+    For `count` vectors y with sums Y [groups, rows, F] and a shift o, sum (y + o)^2 - y^2 = ((Y + N o)^2 - Y^2) / N.
+    """
+    return [(scale / count, sums + count * shift), (-scale / count, sums)] if bool(shift.any()) else []
+
+
+def _with_rows(total: Tensor, rows: list[tuple[float, Tensor]]) -> Tensor:
+    """Return a sum of squares [groups, F, F] with weighted squares of rows [groups, ., F], in its place."""
+    if not rows:
+        return total
+    every = torch.cat([row for _, row in rows], 1)
+    weighted = torch.cat([weight * row for weight, row in rows], 1).mT
+    stripe = stripe_of(total.shape[1], total.device)
+    for start in range(0, total.shape[1], stripe):
+        part = slice(start, start + stripe)
+        add_product_(total[:, part, start:], weighted[:, part], every[:, :, start:])
+    return mirror_(total)

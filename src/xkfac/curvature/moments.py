@@ -116,9 +116,9 @@ def _blocks(tensor: Tensor) -> int:
 class Draw:
     """A backward pass of a batch: what it counts, and which it is `of` how many labels drawn for the batch.
 
-    Every draw is one more sample of H'', and N * S more of H', of which there are many: S positions of one example are
-    alike. So the draws share the positions among them: H' has every position of a batch once, or once per draw where
-    there are fewer positions than draws, and costs what one draw costs.
+    A draw is one more sample of H'', and N * S more of H', whose positions are alike. So of many draws each takes a
+    part of the positions for H', one in sqrt(of / 2): its error grows by a twentieth at 8 draws and a tenth at 32, and
+    its Gram matrix, which costs as much as half of a backward pass, is made of a half and a quarter of the rows.
     """
 
     weight: float = 1.0
@@ -127,7 +127,7 @@ class Draw:
 
     def share_of(self, g: Tensor) -> tuple[Tensor, float]:
         """Return the positions of g [groups, N, S, C] that are this draw's, and what they count in place of all."""
-        step = min(self.of, g.shape[2])
+        step = min(max(round((self.of / 2) ** 0.5), 1), g.shape[2])
         first = self.place % step
         return (g, 1.0) if step == 1 else (g[:, :, first::step], self.of / len(range(first, self.of, step)))
 

@@ -3,7 +3,7 @@
 from xkfac.experiments.recipes.parsing import load_recipe, named_recipes
 from xkfac.experiments.recipes.recipe import Data, Figure, Images, Line, Recipe, Task
 from xkfac.experiments.recipes.toml_tables import RecipeError
-from xkfac.experiments.runs.folder import RunError
+from xkfac.experiments.runs.job_folder import RunError
 from xkfac.experiments.runs.results import JobResult, LineResults, RunResults, Spread
 from xkfac.experiments.runs.running import JobsFailed, results, resume, start
 

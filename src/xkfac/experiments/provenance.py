@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import xkfac
+from xkfac.errors import XkfacError
 
 _PACKAGES = ("torch", "safetensors", "scikit-learn", "matplotlib", "numpy")
 
@@ -34,6 +35,17 @@ def provenance(device: torch.device, threads: int) -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "threads": str(threads),
     }
+
+
+def device_of(name: str | torch.device, error: type[XkfacError]) -> torch.device:
+    """Return a device by its name, `cpu`, `cuda` or `auto`; raises `error` for another, or a GPU that is not there."""
+    kind = str(name).partition(":")[0]
+    if kind not in ("auto", "cpu", "cuda"):
+        raise error(f"device is '{name}'; it must be auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if kind == "cuda" and not available:
+        raise error("device is 'cuda', but torch sees no GPU; use --device cpu, or install a CUDA build of torch")
+    return torch.device(("cuda" if available else "cpu") if kind == "auto" else name)
 
 
 def _version(package: str) -> str | None:

@@ -81,14 +81,10 @@ class XKFACCallback(Callback):  # type: ignore[misc]
         assert self.learner is not None
         self.memory = self.learner.finish(self._target(trainer))
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the hooks off the module, also where a fit was a search for a learning rate."""
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Take the hooks off the module when a fit is interrupted."""
         if self.learner is not None:
             self.learner.close()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take the hooks off the module when a fit is interrupted; the trainer calls no `teardown` then."""
-        self.teardown(trainer, pl_module, "fit")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the learner, for the trainer's checkpoint."""

@@ -31,7 +31,6 @@ from xkfac.model.likelihood import Likelihood
 from xkfac.model.merged_weight import bind
 from xkfac.model.passes import Progress, batches, check_loaded, device_of, full_precision, norms_of, untouched, unwrap
 from xkfac.penalty.quadratic import Penalty
-from xkfac.task_layers import norm_state, with_norm_state
 
 POINTS = 4  # of a path: its end, its half, its quarter, ...
 HALVINGS = 8  # of the learning rate, where steps are too long for the curvature
@@ -104,7 +103,7 @@ def calibrate(
             if not 0 < scale < math.inf:
                 raise XkfacError(
                     "the source's loss did not rise along the calibration's path, so the scale of the penalty cannot "
-                    "be told; raise lr or steps, or give more held-out examples"
+                    "be measured; raise lr or steps, or give more held-out examples"
                 )
     return replace(memory, calibration=calibration)
 
@@ -171,7 +170,7 @@ class _Source:
         self.kept, self.run, self.likelihood = kept, run, memory.likelihood
         self.device = device_of(model)
         held = memory.to(self.device)
-        self.norms = norm_state(model) if memory.method.own_bn else None
+        self.norms = copy.deepcopy(norms_of(model)) if memory.method.own_bn else {}
         self.units, self.penalty = held.units, Penalty(held.curvature, held.anchor)
         generator = torch.Generator(self.device).manual_seed(seed)
         with torch.no_grad():
@@ -184,8 +183,11 @@ class _Source:
     def point(self, network: nn.Module) -> CurvePoint:
         """Return the predicted penalty, without damping, and the real rise of the loss; leaves evaluation mode on."""
         network.eval()
-        with contextlib.nullcontext() if self.norms is None else with_norm_state(network, self.norms):
-            return CurvePoint(self._predicted(network), self._real(network))
+        if self.norms:  # the source is used with its own BN, and learning goes on with the proxy's
+            network = copy.deepcopy(network)
+            for path, norm in self.norms.items():
+                network.get_submodule(path).load_state_dict(norm.state_dict())
+        return CurvePoint(self._predicted(network), self._real(network))
 
     def _predicted(self, network: nn.Module) -> float:
         with full_precision(self.device):

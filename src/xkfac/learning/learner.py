@@ -14,13 +14,23 @@ from xkfac.errors import XkfacError
 from xkfac.learning.balance import Balance
 from xkfac.learning.begin_checks import Peeked, check_at_anchor, check_batch, check_not_replaced, check_recentring
 from xkfac.learning.extending import Keep, check_keep, extended, with_options
+from xkfac.learning.frozen import Frozen
 from xkfac.learning.step_guard import StepGuard
 from xkfac.memory import Memory
 from xkfac.methods import get_method
 from xkfac.model.batches import Forward
 from xkfac.model.likelihood import Likelihood
 from xkfac.model.merged_weight import Interpretation
-from xkfac.model.passes import Progress, check_loaded, device_of, norms_of, same_random_state, unwrap, widest_dtype
+from xkfac.model.passes import (
+    Progress,
+    check_loaded,
+    device_of,
+    norms_of,
+    parallel_of,
+    same_random_state,
+    unwrap,
+    widest_dtype,
+)
 from xkfac.model.recentre import recentre as recentre_model
 from xkfac.penalty.implicit import Implicit
 from xkfac.penalty.step import PenalisedStep
@@ -94,7 +104,7 @@ class Learner:
         )
         self._bn_momentum = bn_momentum if self.method.follows_target else None
         self._momenta: list[tuple[Any, float | None]] = []
-        self._frozen: list[tuple[nn.Parameter, bool]] = []
+        self._frozen: Frozen | None = None
         self._begun = self._closed = False
         radius = None if memory.calibration is None else memory.calibration.radius
         self._guard = StepGuard(self.model, self._step, radius, self.stable_lr)
@@ -155,10 +165,7 @@ class Learner:
                 norm.momentum = self._bn_momentum
         if (self.method.fixed_bn or self.method.fixed_affine) and not self._begun:
             affine = [p for norm in norms_of(self.model).values() for p in norm.parameters(recurse=False)]
-            self._frozen = [(parameter, parameter.requires_grad) for parameter in affine]
-            for parameter in affine:
-                # An optimizer applies weight decay wherever there is a gradient, be it an old or a zero one.
-                parameter.requires_grad_(False).grad = None
+            self._frozen = Frozen(affine, waited_for=parallel_of(self._wrapped) is not None)
         self._step.readings.clear()
         self._begun = True
 
@@ -283,8 +290,8 @@ class Learner:
 
     def _factors(self, share: float | Tensor | None) -> tuple[Any, Any]:
         """Return what L_s and L_t are multiplied by: numbers, or tensors where they are balanced."""
-        source, target = self.importance
-        source *= self.strength
+        source: Any = self.importance[0] * self.strength
+        target: Any = self.importance[1]
         if share is not None:
             source, target = source * share, target * share
         if self.balance is None:
@@ -364,11 +371,11 @@ class Learner:
         """Take the hooks off the model, and give BN its momentum and frozen parameters their gradients back."""
         self._step.close()
         self._guard.remove()
-        for parameter, flag in self._frozen:
-            parameter.requires_grad_(flag)
+        if self._frozen is not None:
+            self._frozen.release()
         for norm, momentum in self._momenta:
             norm.momentum = momentum
-        self._momenta, self._frozen, self._begun, self._closed = [], [], False, True
+        self._momenta, self._frozen, self._begun, self._closed = [], None, False, True
 
     def __enter__(self) -> Learner:
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,25 @@ from torch import Tensor
 
 from xkfac.errors import XkfacError
 from xkfac.model.batches import tensors
+
+
+@torch.no_grad()
+def captured(steps: Callable[[], None], warm_up: Callable[[], None], changed: Iterable[Tensor]) -> torch.cuda.CUDAGraph:
+    """Return the graph of some training steps; what `warm_up`, called three times, does to tensors is undone."""
+    tensors_changed = list(changed)
+    before = [tensor.clone() for tensor in tensors_changed]
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.enable_grad():
+        for _ in range(3):
+            warm_up()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.enable_grad():
+        steps()
+    for tensor, value in zip(tensors_changed, before, strict=True):
+        tensor.copy_(value)
+    return graph
 
 
 class Replayed:
@@ -42,17 +61,43 @@ class Replayed:
             self._graph.replay()
 
     def _recorded(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self._generator)
         try:
-            with torch.cuda.graph(graph):
-                self._function(self._batch)
+            return captured(lambda: self._function(self._batch), generator=self._generator)
         except RuntimeError as error:
             raise XkfacError(
                 f"the network cannot be recorded as a CUDA graph ({error}); use graph=False, or keep its forward pass "
                 "from synchronising the device"
             ) from None
-        return graph
+
+
+def captured(
+    work: Callable[[], None],
+    *,
+    warm_up: Callable[[], None] | None = None,
+    changed: Iterable[Tensor] = (),
+    generator: torch.Generator | None = None,
+) -> torch.cuda.CUDAGraph:
+    """Return the graph of `work`, which draws from `generator` if at all.
+
+    warm_up: runs three times before, on another stream. changed: tensors that these runs change; they are put back.
+    """
+    kept = [(tensor, tensor.detach().clone()) for tensor in changed]
+    if warm_up is not None:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                warm_up()
+        torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        work()
+    with torch.no_grad():
+        for tensor, value in kept:
+            tensor.copy_(value)
+    return graph
 
 
 def _cloned(batch: Any) -> Any:

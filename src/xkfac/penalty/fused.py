@@ -58,7 +58,8 @@ class FusedPenalty:
             [one.bias_places() for one in (*self._merged, *self._plain)] or [torch.empty(0, dtype=torch.long)]
         ).to(like.device)
         self._start = self._vectors_at_start()
-        self._fillers = like.new_ones(max([0, *self._channels])), like.new_zeros(max([0, *self._channels]))
+        most = max([0, *self._channels])
+        self._fillers = like.new_ones(most), like.new_zeros(most)
         self._from = [each.weight(self._origin) for each in self._groups]
         self._to = [each.weight(self._displacement) for each in self._groups]
         self._products = Products(penalty.curvature, self._groups)
@@ -99,18 +100,17 @@ class FusedPenalty:
         return vectors, dict(zip([one.name for one in self._merged], both, strict=True))
 
     def _filled(self, tensors: Iterable[Tensor | None], filler: Tensor) -> list[Tensor]:
-        sizes = zip(tensors, self._channels, strict=True)
-        return [filler[:size] if tensor is None else tensor for tensor, size in sizes]
+        return [filler[:size] if one is None else one for one, size in zip(tensors, self._channels, strict=True)]
 
     def __call__(self, readings: Mapping[str, Reading], side: SideStream | None = None) -> Tensor:
-        """Return L_s, a scalar, for the readings by unit; a BN without one is read with its population statistics.
-
-        With a `side` stream that covers the readings, what needs no activation runs there.
-        """
+        """Return L_s, a scalar, for the readings by unit; a BN without one is read with its population statistics."""
         return self.value_and_product(readings, side)[0]
 
     def value_and_product(self, readings: Mapping[str, Reading], side: SideStream | None) -> tuple[Tensor, Tensor]:
-        """Return L_s, differentiable, and dL_s/dW~ of all units in one flat tensor, without a graph."""
+        """Return L_s, differentiable, and dL_s/dW~ of all units in one flat tensor, without a graph.
+
+        With a `side` stream that covers the readings, what needs no activation runs there.
+        """
         inputs = self._inputs(readings)
         return _Fused.apply(self, readings, torch.is_grad_enabled(), side, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -142,20 +142,19 @@ class FusedPenalty:
             result = self.evaluate({}, self._inputs({}), None, False, None)
             return self.value(_Result(result.product.sub_(self._displacement, alpha=self._penalty.damping), None, None))
 
-    def _shared(self, readings: Mapping[str, Reading]) -> list[BnReading] | None:
-        """Return the readings of all units with BN, if they are such that BN's backward pass takes gradients along."""
-        found = [readings.get(one.name) for one in self._merged]
-        shared = [one for one in found if isinstance(one, BnReading)]
-        return shared if len(shared) == len(found) else None
+    def _from_bn(self, readings: Mapping[str, Reading]) -> list[BnReading] | None:
+        """Return the readings of all units with BN, if BN itself has made them all."""
+        made = [one for unit in self._merged if isinstance(one := readings.get(unit.name), BnReading)]
+        return made if len(made) == len(self._merged) else None
 
     def _inputs(self, readings: Mapping[str, Reading]) -> list[Tensor | None]:
         """Return what L_s is a function of: the weights of all units, then the vectors, those of statistics too."""
-        read = [readings.get(one.name) for one in self._merged]
-        shared = self._shared(readings)
-        if shared is None:
-            statistics = [(None, None) if one is None else (one.mean, one.var) for one in read]
+        statistics: list[tuple[Tensor | None, Tensor | None]]
+        if (made := self._from_bn(readings)) is not None:
+            statistics = [one.placeholders for one in made]
         else:
-            statistics = [one.placeholders for one in shared]
+            read = [readings.get(one.name) for one in self._merged]
+            statistics = [(None, None) if one is None else (one.mean, one.var) for one in read]
         norms = [one.bound.norm for one in self._merged]
         return [
             *(_weight(one, readings) for each in self._groups for one in each.members),
@@ -173,11 +172,10 @@ class FusedPenalty:
         mean, var = inputs[start : start + count], inputs[start + count : start + 2 * count]
         if not any(one is not None and one.requires_grad for one in mean):
             return None
-        shared = self._shared(readings)
-        if shared is not None:
-            both = torch.cat([*(one.mean for one in shared), *(one.inverse for one in shared)])
+        if (made := self._from_bn(readings)) is not None:
+            both = torch.cat([*(one.mean for one in made), *(one.inverse for one in made)])
             batch_mean, inverse = both.to(self._origin.dtype).view(2, -1)
-            return _Statistics(batch_mean, inverse, shared[0].sums)
+            return _Statistics(batch_mean, inverse, made[0].sums)
         ones, zeros = self._fillers
         both = torch.cat([*self._filled(mean, zeros), *self._filled(var, ones)])
         batch_mean, batch_var = both.to(self._origin.dtype).view(2, -1)

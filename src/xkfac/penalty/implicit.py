@@ -12,7 +12,6 @@ factors and all of its gradient factors, beyond which it counts as flat. Those o
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -79,36 +78,21 @@ class Implicit:
         return [parameter for members, _ in self._groups for parameter in members]
 
 
-class _Part(ABC):
-    """A symmetric matrix on the gradient of one parameter, or on those of several that are alike."""
-
-    shape: tuple[int, ...]
-
-    @classmethod
-    @abstractmethod
-    def stacked(cls, parts: Sequence[Any]) -> _Part:
-        """Return one part for several of one shape."""
-
-    @abstractmethod
-    def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the products with gradients, in their shapes."""
-
-
-class _Scaled(_Part):
+class _Scaled:
     """A diagonal matrix, `values` [n, ...]."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.shape = values, values.shape[1:]
 
     @classmethod
-    def stacked(cls, parts: Sequence[_Scaled]) -> _Scaled:
+    def stacked(cls, parts: Sequence[Any]) -> _Scaled:
         return cls(torch.cat([part.values for part in parts]))
 
     def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         return (torch.stack(list(gradients)) * self.values).unbind()
 
 
-class _Mixed(_Part):
+class _Mixed:
     """Matrices [n, C, C] on vectors, `groups` of them on each one."""
 
     def __init__(self, matrices: Tensor, groups: int) -> None:
@@ -122,7 +106,7 @@ class _Mixed(_Part):
         return cls(inverse.to(curvature.dtype), len(curvature))
 
     @classmethod
-    def stacked(cls, parts: Sequence[_Mixed]) -> _Mixed:
+    def stacked(cls, parts: Sequence[Any]) -> _Mixed:
         return cls(torch.cat([part.matrices for part in parts]), parts[0].groups)
 
     def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -130,7 +114,7 @@ class _Mixed(_Part):
         return torch.bmm(self.matrices, flat).view(len(gradients), -1).unbind()
 
 
-class _Turned(_Part):
+class _Turned:
     """(I + c H)^-1 on weights, G -> G + U_H (m * (U_H^T G U_A)) U_A^T, with m = 1 / (1 + c s) - 1 [n, C, r].
 
     The columns of G are in the order of `member`, in which weights lie in memory.
@@ -162,7 +146,7 @@ class _Turned(_Part):
         return cls(member, left, right, change)
 
     @classmethod
-    def stacked(cls, parts: Sequence[_Turned]) -> _Turned:
+    def stacked(cls, parts: Sequence[Any]) -> _Turned:
         whole = [torch.cat([getattr(part, name) for part in parts]) for name in ("left", "right", "change")]
         return cls(parts[0].member, *whole)
 
@@ -173,6 +157,10 @@ class _Turned(_Part):
         changed = torch.baddbmm(flat, torch.bmm(self.right, inner), self.left.mT)
         parts = changed.view(-1, self.left.shape[1]).chunk(len(gradients))
         return [self.member.unflat(part).view(one.shape) for part, one in zip(parts, gradients, strict=True)]
+
+
+_Part = _Scaled | _Mixed | _Turned
+"""A symmetric matrix on the gradient of one parameter, or on those of several parameters of one shape."""
 
 
 def _parts_of(

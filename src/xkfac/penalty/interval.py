@@ -12,7 +12,7 @@ from xkfac.errors import XkfacError
 LONGEST = 8
 """Steps at most between two evaluations where the interval follows from the steps."""
 
-_TOO_LONG, _SHORT = 0.8, 0.95  # cosines of gradients of two evaluations in a row, below and above which k changes
+_TOO_LONG, _SHORT = 0.9, 0.98  # cosines of gradients of two evaluations in a row, below and above which k changes
 
 
 class Interval:

@@ -158,18 +158,18 @@ class Products:
                 self._parts.append((in_bfloat16(padded) if coarse else padded, place))
         self._rounds = any(isinstance(block, Rounded) for block, _ in self._parts)
 
-    def add(self, moved: Tensor, out: Tensor) -> None:
+    def add(self, displacement: Tensor, out: Tensor) -> None:
         """Add H v to `out`, both flat, in place (eq. bp)."""
-        narrow = moved.bfloat16() if self._rounds else moved
+        narrow = displacement.bfloat16() if self._rounds else displacement
         for block, place in self._parts:
             if isinstance(block, Rounded):
                 block.add_product(place.padded(narrow), place.padded(out))
             elif isinstance(block, Kronecker | Stack):
-                block.add_product(place.padded(moved), place.padded(out))
+                block.add_product(place.padded(displacement), place.padded(out))
             else:
-                block.add_product(place.whole(moved), place.whole(out))
+                block.add_product(place.whole(displacement), place.whole(out))
         if self._joint is not None:
-            pairs = [(one.whole(moved), one.whole(out)) for one in self._together]
+            pairs = [(one.whole(displacement), one.whole(out)) for one in self._together]
             self._joint.add_product([v for v, _ in pairs], [total for _, total in pairs])
 
 

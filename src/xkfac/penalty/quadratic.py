@@ -56,10 +56,11 @@ class Penalty:
     def value_and_gradient(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
         """Return L_s and dL_s/dW~ (eq. bp), the value by the identity that follows it: half their inner product."""
         pairs = [(weight, self.anchor[name]) for name, weight in zip(self.names, weights, strict=True)]
-        moved = [weight.to(anchor.dtype) - anchor for weight, anchor in pairs]
-        displacements = dict(zip(self.names, moved, strict=True))
+        displacements = {
+            name: weight.to(anchor.dtype) - anchor for name, (weight, anchor) in zip(self.names, pairs, strict=True)
+        }
         products = self.curvature.product(displacements)
         gradients = [products[name] + self.damping * displacements[name] for name in self.names]
-        inner = [(one * gradient).sum() for one, gradient in zip(moved, gradients, strict=True)]
+        inner = [(one * gradient).sum() for one, gradient in zip(displacements.values(), gradients, strict=True)]
         # H is positive semi-definite; in its null space rounding alone decides the sign.
         return torch.stack(inner).sum().clamp(min=0) / 2, gradients

@@ -13,7 +13,7 @@ from xkfac.curvature.operator import Curvature
 from xkfac.methods import Method
 from xkfac.model.hooks import Hook
 from xkfac.model.merged_weight import Reading, bind
-from xkfac.model.passes import device_of
+from xkfac.model.passes import device_of, norms_of
 from xkfac.model.units import Unit
 from xkfac.penalty.bn_readings import BnReadings
 from xkfac.penalty.bn_taps import BnReading
@@ -47,6 +47,8 @@ class PenalisedStep:
             every = 1  # to look at gradients would synchronise the device, and processes would not decide alike
         self.interval = Interval(every)
         self.bound = bind(model, units)
+        norms = norms_of(model).values() if method.fixed_bn or method.fixed_affine else ()
+        self._fixed = {id(one) for norm in norms for one in norm.parameters(recurse=False)}
         self.quadratic = Penalty(curvature, anchor, damping)
         self._fused = FusedPenalty(self.quadratic, self.bound) if self.bound else None
         self._zero = torch.zeros((), device=device)
@@ -122,7 +124,8 @@ class PenalisedStep:
         """Return the parameters that L_s depends on, each with the gradient in it under population statistics."""
         if self._fused is None:
             return []
-        pairs = [pair for pair in self._fused.value_and_gradients({}, 1.0)[1] if pair[0].is_leaf]
+        pairs = self._fused.value_and_gradients({}, 1.0)[1]
+        pairs = [pair for pair in pairs if pair[0].is_leaf and id(pair[0]) not in self._fixed]
         if implicit is None:
             return pairs
         parameters, gradients = [one for one, _ in pairs], [gradient for _, gradient in pairs]

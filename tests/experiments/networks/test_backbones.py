@@ -284,7 +284,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights.storage, "save_file", full)
+    monkeypatch.setattr(weights.files, "save_file", full)
     with pytest.raises(WeightsError, match=r"could not be written and is as it was before \(No space left"):
         save_source(net, path, "source", {})
     assert path.read_bytes() == b"old"

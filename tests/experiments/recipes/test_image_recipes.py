@@ -20,6 +20,7 @@ from xkfac.experiments.recipes.parsing import load_recipe
 from xkfac.experiments.report import page
 from xkfac.experiments.runs.folder import RunFolder
 
+TINY = "timm:test_resnet"  # four blocks, so that what is proved is the recipe and not a large network's speed
 DOCUMENT = Path(__file__).parents[3] / "docs" / "fine-grained.md"
 # torchvision's compiled operators do not load beside a CPU build of torch; its models do not need them.
 DECLARATIONS = """
@@ -233,16 +234,15 @@ def test_images_are_prepared_as_packnet_prepares_them(tmp_path, task, stored, cr
     torch.testing.assert_close(augmentation.plain(parts.train.x[:1])[0], normalise(centre), rtol=1e-5, atol=1e-5)
 
 
-def test_imagenet_to_fine_grained_runs_to_its_end_with_a_resnet_50(xkfac, workers, tmp_path):
+def test_imagenet_to_fine_grained_runs_to_its_end(xkfac, workers, tmp_path):
     data, folder = tmp_path / "data", tmp_path / "run"
     for seed, name in enumerate(("imagenet", "cub_cropped", "cars_cropped", "flowers")):
         part = "val" if name == "imagenet" else "test"
         small.make_tree(data / name, ["a", "b"], train=3, test=1, size=(40, 36), seed=seed, test_name=part)
-    small.save_source(
-        small.make_backbone("resnet50", {"imagenet": 2}, seed=9), data / "own.safetensors", "imagenet", {}
-    )
+    small.save_source(small.make_backbone(TINY, {"imagenet": 2}, seed=9), data / "own.safetensors", "imagenet", {})
     settings = {
         "repeats": 1,
+        "images.model": TINY,
         "images.weights": "own.safetensors",
         "images.pixels": 32,
         "defaults.epochs": 2,
@@ -303,7 +303,7 @@ def test_weights_of_the_library_are_taken_by_name(xkfac, data, tmp_path, monkeyp
 
 
 def test_the_sequence_that_the_documentation_shows_runs_as_it_stands(xkfac, workers, tmp_path, monkeypatch):
-    """Its commands too; settings beside them make the networks see few small images.
+    """Its commands too; settings beside them make a small network see few small images.
 
     Jobs in processes of their own, side by side, give the numbers of jobs one after the other.
     """
@@ -318,8 +318,14 @@ def test_the_sequence_that_the_documentation_shows_runs_as_it_stands(xkfac, work
     small.zipped(mushrooms, Path("FOLDER/mushrooms.zip"))
     pretrain, run = commands.strip().splitlines()
     little = {
-        pretrain: ["pixels=32", "epochs=2", "batch=6"],
-        run: ["images.pixels=32", "defaults.epochs=2", "defaults.batch=5", "defaults.batches=1"],
+        pretrain: [f"model={TINY}", "pixels=32", "epochs=2", "batch=6"],
+        run: [
+            f"images.model={TINY}",
+            "images.pixels=32",
+            "defaults.epochs=2",
+            "defaults.batch=5",
+            "defaults.batches=1",
+        ],
     }
     for command, settings in little.items():
         options = [word for setting in settings for word in ("-s", setting)]

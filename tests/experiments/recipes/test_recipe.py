@@ -366,7 +366,7 @@ def recipes(draw):
     return Recipe(draw(NAMES), made, draw(TEXTS), draw(TEXTS), data, repeats, seed, threads, figures)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(recipes())
 def test_what_a_run_keeps_of_a_recipe_is_the_recipe(recipe):
     assert parse_recipe(recipe.to_toml(), "other.toml") == recipe

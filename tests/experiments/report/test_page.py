@@ -66,9 +66,21 @@ def hostile():
     return replace(run, recipe=recipe, provenance={HOSTILE: HOSTILE, "list": [HOSTILE]})
 
 
-def test_the_page_says_it_all(tmp_path):
-    run = made_up.small()
-    text, page = written([run], tmp_path)
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Leave the figures out, which take most of the time of a page, where its text is what is asked for."""
+    monkeypatch.setattr("xkfac.experiments.report.page.draw_all", lambda *_: [])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The folder, the text and the elements of the page of one run."""
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, *written([made_up.small()], folder)
+
+
+def test_the_page_says_it_all(plain):
+    run, (_, text, page) = made_up.small(), plain
     assert "After 10 tasks, XK-FAC is at 92.00" in page.text
     assert re.search(r"98\.50\s±\s0\.71", page.text)
     assert "the extended curvature" in page.text
@@ -84,19 +96,19 @@ def test_the_page_says_it_all(tmp_path):
     assert text.count("(best)") == 4
 
 
-def test_links_lead_to_files(tmp_path):
-    _, page = written([made_up.small()], tmp_path)
+def test_links_lead_to_files(plain):
+    folder, _, page = plain
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(set(ids)) == len(ids)
     links = [attributes["href"] for attributes in page.all("a")]
     assert len(links) == 4 + 1 + 3 * 4
     for link in links:
-        assert link[1:] in ids if link.startswith("#") else (tmp_path / link).is_file()
+        assert link[1:] in ids if link.startswith("#") else (folder / link).is_file()
 
 
-@pytest.mark.parametrize("runs", [[made_up.small()], [hostile()]], ids=["plain", "hostile"])
-def test_the_page_needs_nothing_but_itself(runs, tmp_path):
-    text, page = written(runs, tmp_path)
+@pytest.mark.parametrize("kind", ["plain", "hostile"])
+def test_the_page_needs_nothing_but_itself(kind, plain, tmp_path):
+    text, page = plain[1:] if kind == "plain" else written([hostile()], tmp_path)
     assert not re.search(r"https?://|@import|//[a-z]+\.", re.sub(r"data:image/png;base64,[\w+/=]+", "", text))
     for tag, attributes in page.elements:
         assert tag not in ("script", "iframe", "object", "embed", "base", "form")
@@ -131,7 +143,7 @@ def test_same_results_same_bytes(tmp_path):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
 
 
-def test_a_run_in_progress_says_so(tmp_path):
+def test_a_run_in_progress_says_so(tmp_path, no_figures):
     _, page = written([made_up.in_progress()], tmp_path)
     assert "in progress: 0 of 6 jobs done, 2 begun, 4 to come" in page.text
     assert "So far, after 4 tasks, XK-FAC is at 94.50%" in page.text
@@ -139,12 +151,12 @@ def test_a_run_in_progress_says_so(tmp_path):
     assert "not started" in page.text
 
 
-def test_diverged_lines_are_named(tmp_path):
+def test_diverged_lines_are_named(tmp_path, no_figures):
     _, page = written([made_up.diverged()], tmp_path)
     assert "diverged at task 7 (1 of 2 repeats)" in page.text
 
 
-def test_several_runs(tmp_path):
+def test_several_runs(tmp_path, no_figures):
     runs = [made_up.small("runs/one"), made_up.small("runs/two", shift=8.0)]
     text, page = written(runs, tmp_path)
     assert "two: XK-FAC" in page.text
@@ -159,7 +171,7 @@ def test_the_largest_experiment_stays_small(tmp_path):
     assert "diverged at task 24 (4 of 4 repeats)" in page.text
 
 
-def test_a_run_of_images(tmp_path):
+def test_a_run_of_images(tmp_path, no_figures):
     text, page = written([made_up.images()], tmp_path)
     said = " ".join(page.text.split())
     assert "resnet18 at 64 pixels, from tiny to birds, cars, flowers, in 2 orders, 6 lines, 2 repeats" in said
@@ -183,7 +195,7 @@ def test_a_run_of_images(tmp_path):
     assert 'id="choices"' not in text
 
 
-def test_images_and_digits_in_one_report(tmp_path):
+def test_images_and_digits_in_one_report(tmp_path, no_figures):
     text, page = written([made_up.images(), made_up.small()], tmp_path)
     assert "images: resnet18 at 64 pixels" in page.text
     assert "made-up: digits, 3 lines" in page.text
@@ -224,7 +236,7 @@ def test_a_tuned_run_says_what_was_chosen_and_why(tmp_path):
     )
 
 
-def test_pooled_tunings_show_the_choices_of_all(tmp_path):
+def test_pooled_tunings_show_the_choices_of_all(tmp_path, no_figures):
     others = made_up.IMAGES.replace("repeats = 2", "repeats = 2\nseed = 2")
     jobs = [made_up.image_job("xkfac", seed) for seed in (2, 3)]
     runs = [made_up.tuned(tmp_path / "a"), made_up.tuned(tmp_path / "b", *jobs, text=others, seeds=(2, 3))]
@@ -257,7 +269,7 @@ def test_a_tuning_that_measured_nothing_has_choices_and_no_scatter(tmp_path):
     assert "figure-scatter" not in text
 
 
-def test_a_tuning_without_choices_so_far_is_a_run_like_others(tmp_path):
+def test_a_tuning_without_choices_so_far_is_a_run_like_others(tmp_path, no_figures):
     run = made_up.tuned(tmp_path / "run")
     for name in ("choices.json", "points.json"):
         (tmp_path / "run" / name).unlink()
@@ -287,7 +299,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         write_report([made_up.single()], tmp_path / "file")
 
 
-def test_a_report_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
+def test_a_report_that_fails_leaves_the_old_one(tmp_path, monkeypatch, no_figures):
     path = write_report([made_up.single()], tmp_path)
     old = path.read_bytes()
     monkeypatch.setattr("xkfac.experiments.report.page._lines", lambda *_: 1 / 0)

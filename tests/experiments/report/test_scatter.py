@@ -14,7 +14,7 @@ from scipy.stats import spearmanr
 from xkfac.errors import XkfacError
 from xkfac.experiments.report import scatter, styles
 from xkfac.experiments.report.scatter import Correlation, correlations, draw_scatter, rank_correlation
-from xkfac.experiments.tuning.points import Point
+from xkfac.experiments.tuning.trials import Point
 
 LRS, DAMPINGS = (0.1, 0.05, 0.02), (1e-4, 1e-5)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xkfac.experiments.report.tradeoff import area, reach
+from xkfac.experiments.report.tradeoff_tables import area, reach
 
 NUMBERS = st.floats(0, 1.2).map(lambda number: round(number, 3))
 CURVES = st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=6)

@@ -12,8 +12,9 @@ import torch
 
 from tests.helpers import small_runs as small
 from xkfac import files
-from xkfac.experiments.runs.folder import JobFolder, NotWritten, RunError, RunFolder, find_runs, write_text
+from xkfac.experiments.runs.folder import RunFolder, find_runs
 from xkfac.experiments.runs.job import JobRun
+from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError, write_text
 from xkfac.experiments.runs.tasks import PermutedTasks
 
 _SMALLER = ("tasks=2", "epochs=1", "widths=[4]", "batch=48", "average=0", "at=[2]")

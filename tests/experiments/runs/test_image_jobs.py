@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tests.helpers import made_up_images as small
 from tests.helpers.small_runs import assert_same, told, weights
 from xkfac.experiments.data.images import load_pictures
-from xkfac.experiments.runs.folder import RunError
 from xkfac.experiments.runs.job import JobRun
+from xkfac.experiments.runs.job_folder import RunError
 from xkfac.experiments.runs.running import _in_turn
 from xkfac.experiments.runs.tasks import ImageTasks
 from xkfac.experiments.runs.training import Stepper

@@ -15,7 +15,8 @@ from xkfac.experiments import JobsFailed, RunError, load_recipe, results, resume
 from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.provenance import provenance
 from xkfac.experiments.recipes.recipe import RecipeError
-from xkfac.experiments.runs.folder import NotWritten, RunFolder
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job_folder import NotWritten
 from xkfac.experiments.runs.progress import RunStatus
 from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.running import Worker
@@ -53,7 +54,7 @@ def test_jobs_side_by_side_give_the_numbers_of_jobs_one_after_the_other(tmp_path
 def test_where_numbers_come_from_is_kept_with_them(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/some/where/xkfac", "run", "a b"])
     monkeypatch.setenv("GIT_COMMIT", "abc123")
-    monkeypatch.setattr("xkfac.experiments.runs.running._hand_out", lambda *arguments: iter(()))
+    monkeypatch.setattr("xkfac.experiments.runs.running.hand_out", lambda *arguments: iter(()))
     start(small.recipe(), tmp_path / "run", device="cpu")
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (facts["command"], facts["commit"], facts["place"], facts["data"]) == (

@@ -282,14 +282,15 @@ def test_choices_are_made_where_source_and_test_pictures_are_gone(pictures, tmp_
         Tuner(run, "prepare")
     with pytest.raises(DataError):
         Tuner(run, "measure")
-    real = ImageTasks._parts
+    real = ImageTasks._examples
 
-    def parts(self, task):
+    def examples(self, task, part, **options):
         assert self.tasks[task] == "new"
-        return real(self, task)
+        assert part != "test"
+        return real(self, task, part, **options)
 
     with monkeypatch.context() as only:
-        only.setattr(ImageTasks, "_parts", parts)
+        only.setattr(ImageTasks, "_examples", examples)
         work(run, "choose")
     for path, content in hidden.items():
         path.write_bytes(content)
@@ -430,6 +431,8 @@ def test_what_cannot_be_tuned_is_said_before_anything_runs(tmp_path):
     recipe = small.recipe()
     with pytest.raises(RunError, match="line 'joint' learns all tasks at once"):
         tune(recipe, tmp_path / "run", device="cpu")
+    with pytest.raises(RunError, match="settings go with the name or path of a recipe"):
+        tune(recipe, tmp_path / "run", settings=["repeats=2"], device="cpu")
     blind = small.recipe("data.validation=0", "defaults.early_stopping=false", "lines.validation.consolidate=train")
     with pytest.raises(RunError, match=r"data\.validation is 0"):
         tune(blind.only(["plain"]), tmp_path / "run", device="cpu")

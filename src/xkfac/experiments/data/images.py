@@ -81,8 +81,8 @@ def load_pictures(
     with _Decoder(tree.path, stored, resize, workers) as decoder:
         _fill({files[part]: asked[part] for part in PART_NAMES if asked[part]}, decoder, progress)
 
-    made = [Part(_mapped(files[part], len(asked[part]), stored), labels_of(asked[part])) for part in PART_NAMES]
-    return Parts(*made, tree.classes)
+    part_of = {part: Part(_mapped(files[part], len(of), stored), labels_of(of)) for part, of in asked.items()}
+    return Parts(**part_of, classes=tree.classes)
 
 
 def _stored(pixels: int, resize: str, stored: int | None) -> int:

@@ -16,6 +16,7 @@ from xkfac.experiments.data.augmentation import Augmentation
 from xkfac.experiments.data.digits import Part, stream
 from xkfac.experiments.data.images import Resize
 from xkfac.experiments.networks.backbones import ManyHeaded, Stem
+from xkfac.model.cuda_graphs import captured
 
 CHUNK = 1000  # pictures that are measured at a time
 
@@ -131,7 +132,7 @@ class Trainer:
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             if devices and self._graph is None:
-                self._graph = self._captured()
+                self._graph = captured(self._step, warm_up=self._warm_up, changed=self.state().values())
             # Dropout and the like draw from torch's own generators.
             torch.manual_seed(stream("pretraining", "noise", self.settings.seed, number).initial_seed())
             self._place.zero_()
@@ -201,27 +202,13 @@ class Trainer:
             [t for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()]
             for net in (self._average, self.net)
         )
-        moved = torch._foreach_sub(latest, mine)
-        torch._foreach_mul_(moved, fresh)
-        torch._foreach_add_(mine, moved)
+        difference = torch._foreach_sub(latest, mine)
+        torch._foreach_mul_(difference, fresh)
+        torch._foreach_add_(mine, difference)
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        """Return the graph of a step; those that warm it up leave no trace."""
-        changed = [*self.state().values()]
-        before = [tensor.clone() for tensor in changed]
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._place.zero_()
-                self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        for tensor, value in zip(changed, before, strict=True):
-            tensor.copy_(value)
-        return graph
+    def _warm_up(self) -> None:
+        self._place.zero_()
+        self._step()
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from xkfac.experiments.files import check_path, replace_file
 from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.pretrainer import Pretraining, PretrainingError, Trainer, accuracy
 from xkfac.experiments.networks.weights import save_source
-from xkfac.experiments.provenance import provenance
+from xkfac.experiments.provenance import device_of, provenance
 
 CHECKPOINT = "xkfac-pretraining"
 
@@ -79,7 +79,7 @@ def pretrain(
     Raises PretrainingError when the file is there already, a checkpoint beside it is of other settings or data, the
     loss is not finite, or the pictures do not fit on the device.
     """
-    settings, path, place = settings or Pretraining(), Path(weights), _place(device)
+    settings, path, place = settings or Pretraining(), Path(weights), device_of(device, PretrainingError)
     _check_target(path)
     name = data if isinstance(data, str) else "pictures"
     if isinstance(data, str):
@@ -118,8 +118,8 @@ class _Job:
         self.trainer = Trainer(net, parts.train, settings)
         self.history: list[Epoch] = []
         self._checkpoint = path.with_name(f"{path.stem}.checkpoint.safetensors")
-        told = {**asdict(settings), "task": task, "pictures": _digest(parts)}
-        self._told: dict[str, Any] = json.loads(json.dumps(told))
+        origin = {**asdict(settings), "task": task, "pictures": _digest(parts)}
+        self._origin: dict[str, Any] = json.loads(json.dumps(origin))
 
     def restore(self) -> None:
         """Take up the state of the checkpoint, if there is one."""
@@ -130,7 +130,7 @@ class _Job:
             description, tensors = storage.read(self._checkpoint, CHECKPOINT)
         except MemoryFileError as error:
             raise PretrainingError(f"the checkpoint cannot be gone on with: {error}, or {remedy}") from None
-        for field, value in self._told.items():
+        for field, value in self._origin.items():
             if description["told"].get(field) != value:
                 raise PretrainingError(
                     f"'{self._checkpoint}' is of {field} {description['told'].get(field)!r}, not {value!r}; go on with "
@@ -150,7 +150,7 @@ class _Job:
         validation = self._accuracy(self.parts.validation) if len(self.parts.validation) else None
         entry = Epoch(number + 1, self.settings.epochs, loss, validation, time.monotonic() - start)
         self.history.append(entry)
-        description = {"told": self._told, "history": [asdict(one) for one in self.history]}
+        description = {"told": self._origin, "history": [asdict(one) for one in self.history]}
         state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trainer.state().items()}
         self._written.result()
         self._written = self._writer.submit(storage.write, self._checkpoint, description, state, CHECKPOINT)
@@ -162,8 +162,8 @@ class _Job:
         known = {"data": name, "test": test, "validation": validation, "settings": asdict(self.settings)}
         known |= provenance(place, torch.get_num_threads())
         seconds = sum(entry.seconds for entry in self.history)
-        told = {**known, "seconds": seconds, "classes": self.parts.classes, "history": [*map(asdict, self.history)]}
-        _write(self.path.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
+        record = {**known, "seconds": seconds, "classes": self.parts.classes, "history": [*map(asdict, self.history)]}
+        _write(self.path.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
         save_source(self.trainer.result, self.path, self.task, known)
         self._checkpoint.unlink(missing_ok=True)
         return Pretrained(self.path, self.parts.classes, validation, test, tuple(self.history))
@@ -189,20 +189,6 @@ def _write(path: Path, text: str) -> None:
         raise PretrainingError(
             f"'{path}' could not be written ({error.strerror}); free space there, and the same call goes on"
         ) from None
-
-
-def _place(device: str | torch.device) -> torch.device:
-    if str(device) == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        place = torch.device("meta")
-    if place.type not in ("cpu", "cuda"):
-        raise PretrainingError(f"device is '{device}'; it must be auto, cpu or cuda")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise PretrainingError("device is 'cuda', but torch sees no GPU; use the cpu, or install a CUDA build of torch")
-    return place
 
 
 def _check_target(path: Path) -> None:

@@ -13,8 +13,7 @@ from xkfac.experiments.files import LARGEST_RECORD, read_json, reason
 from xkfac.experiments.records import CHOSEN, POINT, Fields, fault
 from xkfac.experiments.report.markup import counted, table, text
 from xkfac.experiments.runs.results import RunResults
-from xkfac.experiments.tuning.points import Point
-from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, GridPoint
+from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, Point, choice_cells
 
 _FEW = 24  # rows that a page shows without being asked
 
@@ -65,18 +64,9 @@ def _damaged(path: Path, why: object) -> XkfacError:
 
 
 def _cells(entry: Mapping[str, Any], run: RunResults) -> list[str]:
-    name, other = entry["line"], entry["runner_up"]
-    line = run.recipe.lines.get(name)
-    label = line.label if line is not None and line.label else name
-    beside = "-"
-    if other is not None:
-        beside = f"{_number(other['validation'], '.2f')} ({GridPoint(other['lr'], other['damping'])})"
-    chosen = [_number(entry[key], form) for key, form in (("lr", "g"), ("damping", "g"), ("validation", ".2f"))]
-    return [label, str(entry["seed"]), entry["task"], *chosen, beside, entry["why"]]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    line = run.recipe.lines.get(entry["line"])
+    name, *cells = choice_cells(entry)
+    return [line.label if line is not None and line.label else name, *cells]
 
 
 def _point(entry: Mapping[str, Any]) -> Point:

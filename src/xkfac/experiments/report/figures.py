@@ -23,7 +23,7 @@ from xkfac.experiments.report.tables import Curve, ReportLine, entries, notes, n
 from xkfac.experiments.report.tradeoff_figure import TRADEOFF, draw_tradeoff
 from xkfac.experiments.report.tradeoff_tables import Tradeoffs, tradeoffs
 from xkfac.experiments.runs.results import JobResult, RunResults, Spread
-from xkfac.experiments.tuning.points import Point
+from xkfac.experiments.tuning.trials import Point
 
 __all__ = ["Drawn", "draw_all", "figure_names"]
 

@@ -21,7 +21,7 @@ from xkfac.errors import XkfacError
 from xkfac.experiments.report.drawing import Drawn, Key, Plot, multiples, shortened
 from xkfac.experiments.report.styles import INK, MARKERS, PALETTE, SOFT, Style, swatch
 from xkfac.experiments.report.tables import NOTHING, printable
-from xkfac.experiments.tuning.points import Point
+from xkfac.experiments.tuning.trials import Point
 
 SCATTER = "Accuracy on the target against the average over tasks so far"
 _SIZE = (260, 230)

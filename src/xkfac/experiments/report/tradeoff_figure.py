@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from xkfac.experiments.report.drawing import Drawn, Key, Plot, curves
 from xkfac.experiments.report.styles import INK, Style, style_of, swatch
 from xkfac.experiments.report.tables import HUES, number, spread_cells
-from xkfac.experiments.report.tradeoff import reach
-from xkfac.experiments.report.tradeoff_tables import Tradeoff, Tradeoffs, in_percent
+from xkfac.experiments.report.tradeoff_tables import Tradeoff, Tradeoffs, in_percent, reach
 from xkfac.experiments.runs.results import Spread
 
 TRADEOFF = "Source kept against target learnt"

@@ -30,18 +30,8 @@ from xkfac.experiments.files import LARGEST_TEXT, check_path, read_json, read_re
 from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.recipes.recipe import SINGLE, Recipe
 from xkfac.experiments.records import FACTS, FACTS_FREE, RECIPE_DIGEST, fault
-from xkfac.experiments.runs.job_folder import (
-    CHECKPOINT,
-    JobFolder,
-    NotWritten,
-    RunError,
-    digest_of,
-    not_written,
-    write_text,
-)
+from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError, digest_of, write_text, writing
 from xkfac.experiments.runs.results import LineResults, RunResults
-
-__all__ = ["CHECKPOINT", "JobFolder", "NotWritten", "RunError", "RunFolder", "find_runs", "not_written", "write_text"]
 
 
 @dataclass(frozen=True)
@@ -141,10 +131,8 @@ class RunFolder:
         Raises RunError when another process holds it. A lock ends with the processes that hold it, however they end.
         """
         path = self.path / "lock"
-        try:
+        with writing(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise not_written(path, error) from None
         try:
             if not _flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
                 owner = os.pread(handle, 100, 0).decode(errors="replace").strip() or "another process"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from xkfac.errors import MemoryFileError, NotFiniteError
 from xkfac.experiments.data.digits import batches, stream
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Line
-from xkfac.experiments.runs.folder import JobFolder, RunError, not_written
+from xkfac.experiments.runs.job_folder import JobFolder, RunError, writing
 from xkfac.experiments.runs.stages import Batches, JobState, Stage, stages_of
 from xkfac.experiments.runs.tasks import TaskSequence
 from xkfac.experiments.runs.training import Examples, Stepper, load_momentum, make_optimizer, momentum_of
@@ -349,10 +349,8 @@ class JobRun:
             return
         if self.memory is not None and self._memory_file is None and not self._lent:
             name = f"memory-{self.memory.tasks}.safetensors"
-            try:
+            with writing(self.folder.path / name):
                 self.memory.save(self.folder.path / name)
-            except MemoryFileError as error:
-                raise not_written(self.folder.path / name, error) from None
             self._memory_file = name
         state = {**vars(self.state), "memory": self._memory_file}
         tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError, XkfacError
-from xkfac.experiments.files import LARGEST_RECORD, read_regular, reason, replace_file
+from xkfac.experiments.files import LARGEST_RECORD, read_json, read_regular, reason, replace_file
 from xkfac.experiments.recipes.recipe import Plan
-from xkfac.experiments.records import STATE, STATE_FREE, fault
+from xkfac.experiments.records import STATE, STATE_FREE, Fields, fault
 from xkfac.experiments.runs.events import Event, EventsError, job_result, parse_events
 from xkfac.experiments.runs.results import JobResult
 
@@ -48,12 +48,10 @@ class JobFolder:
     def note(self, event: str, **values: Any) -> None:
         """Append an event."""
         text = json.dumps({"event": event, **values}) + "\n"
-        try:
+        with writing(self._events):
             self.path.mkdir(parents=True, exist_ok=True)
             with self._events.open("ab") as file:
                 file.write(text.encode())
-        except OSError as error:
-            raise not_written(self._events, error) from None
 
     def events(self) -> list[Event]:
         """Return the events so far; a last line that is not whole yet does not count.
@@ -90,12 +88,10 @@ class JobFolder:
         known = {**state, "events": len(events), "events_sha256": digest_of(events)}
         numbers = [number for number, _ in self._checkpoints()]
         path = self.path / f"checkpoint-{max(numbers, default=0) + 1}.safetensors"
-        try:
+        with writing(path):
             if self._events.exists():
                 storage.flush(self._events)
             storage.write(path, known, tensors, CHECKPOINT)
-        except (OSError, MemoryFileError) as error:
-            raise not_written(path, error) from None
         for _, old in self._checkpoints()[:-2]:
             old.unlink(missing_ok=True)
         # Two checkpoints go on with two memories at most, and a memory is written only for a checkpoint.
@@ -125,13 +121,11 @@ class JobFolder:
             except MemoryFileError as error:
                 damaged.append((path, str(error)))
                 continue
-            try:
+            with writing(self.path):
                 self._cut(state["events"], state.get("events_sha256"))
                 self._tidy(state.get("memory"))
                 for bad, _ in damaged:
                     bad.replace(bad.with_suffix(".damaged"))
-            except OSError as error:
-                raise not_written(self.path, error) from None
             for _, fault_of in damaged:
                 self.note("warning", text=f"{fault_of}; the job goes on from '{path.name}', written before it")
             return state, tensors
@@ -139,11 +133,9 @@ class JobFolder:
             raise RunError(
                 f"no checkpoint of job '{self.line}', seed {self.seed}, can be read: {damaged[0][1]}; {self._remedy}"
             )
-        try:
+        with writing(self.path):
             self._cut(0)
             self._tidy(None)
-        except OSError as error:
-            raise not_written(self.path, error) from None
         return None
 
     def _cut(self, size: int, digest: str | None = None) -> None:
@@ -187,16 +179,41 @@ def _check_state(path: Path, state: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file, replacing what is there only once all is on disk."""
-    try:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())
-    except OSError as error:
-        raise not_written(path, error) from error
+
+
+def read_record(path: Path, fields: Fields, free: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Return the table in a file, None if there is no file; `free` fields may be missing.
+
+    Raises RunError when it is damaged.
+    """
+    try:
+        found: dict[str, Any] = read_json(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunError(f"'{path}' cannot be read ({reason(error)}); remove it to have it made again") from None
+    wrong = fault(found, fields, free)
+    if wrong is not None:
+        raise RunError(f"'{path}' is damaged: {wrong}; remove it to have it made again")
+    return found
 
 
 def _numbered(folder: Path, name: str) -> list[tuple[int, Path]]:
     """Return the files NAME-NUMBER.safetensors of a folder with their numbers, the latest last."""
     found = [(path.stem.rpartition("-")[2], path) for path in folder.glob(f"{name}-*.safetensors")]
     return sorted((int(number), path) for number, path in found if number.isdecimal())
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failure to write into the error that names the file, NotWritten."""
+    try:
+        yield
+    except (OSError, MemoryFileError) as error:
+        raise not_written(path, error) from error
 
 
 def not_written(path: Path, error: Exception) -> NotWritten:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,8 @@ from rich.table import Table
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.recipes.recipe import Line, Recipe
-from xkfac.experiments.runs.folder import JobFolder, RunFolder
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job_folder import JobFolder
 from xkfac.experiments.runs.results import JobResult
 
 
@@ -76,7 +77,7 @@ def epochs_of(recipe: Recipe, name: str) -> int:
     return (len(line.counts) - (recipe.images is not None)) * line.epochs
 
 
-class Watched:
+class LiveDisplay:
     """What work in progress is shown with: on a terminal lines that change in place, elsewhere one now and then.
 
     `console` None shows nothing.
@@ -100,8 +101,24 @@ class Watched:
         if self._live is not None:
             self._live.stop()
 
+    @property
+    def _due(self) -> bool:
+        """Whether something is to be shown now."""
+        return self._console is not None and (self._live is not None or self._clock() - self._written >= self._pause)
 
-class Display(Watched):
+    def _show(self, head: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Show a line about the whole, and on a terminal a table below it."""
+        self._written = self._clock()
+        if self._live is not None:
+            table = Table(head, *columns, box=None, pad_edge=False)
+            for row in rows:
+                table.add_row(*map(escape, row))
+            self._live.update(table)
+        elif self._console is not None:
+            self._console.print(escape(head), soft_wrap=True)
+
+
+class Display(LiveDisplay):
     """Shows a run while it works: every job with its task, epoch and accuracy so far, and the time that is left."""
 
     def __init__(self, console: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -112,19 +129,9 @@ class Display(Watched):
 
     def show(self, run: RunFolder, running: list[JobFolder]) -> None:
         """Show a run and the jobs that are running."""
-        if self._console is None:
-            return
-        if self._live is None and self._clock() - self._written < self._pause:
-            return
-        self._written = self._clock()
-        head = self._head(run)
-        if self._live is None:
-            self._console.print(escape(head), soft_wrap=True)
-            return
-        table = Table(head, "task", "epoch", "validation", "average so far", box=None, pad_edge=False)
-        for job in running:
-            table.add_row(*map(escape, _job_cells(run.recipe.lines[job.line], job)))
-        self._live.update(table)
+        if self._due:
+            rows = [_job_cells(run.recipe.lines[job.line], job) for job in running] if self._live is not None else []
+            self._show(self._head(run), ("task", "epoch", "validation", "average so far"), rows)
 
     def _head(self, run: RunFolder) -> str:
         """Return the line about the whole run."""

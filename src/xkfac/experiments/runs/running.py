@@ -19,10 +19,11 @@ import torch
 
 from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.files import at_home, check_path
-from xkfac.experiments.provenance import provenance
+from xkfac.experiments.provenance import device_of, provenance
 from xkfac.experiments.recipes.parsing import load_recipe, parse_recipe
 from xkfac.experiments.recipes.recipe import SINGLE, Recipe
-from xkfac.experiments.runs.folder import JobFolder, NotWritten, RunError, RunFolder
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError
 from xkfac.experiments.runs.results import RunResults
 from xkfac.experiments.runs.run_data import load_run_data
 
@@ -54,25 +55,29 @@ def start(
 
     Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run.
     """
-    if isinstance(recipe, Recipe) and settings:
-        raise RunError("settings go with the name or path of a recipe, not with a Recipe; make the changes in it")
-    made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
-    if lines:
-        made = made.only(lines)
+    made = resolved(recipe, settings, lines)
     check_path(folder)  # before data is read, which can take long
-    place = place_of(device)
+    place = device_of(device, RunError)
     where = data or os.environ.get("XKFAC_DATA")
-    facts = checked(made, where, place, download=download, told=show is not None)
+    facts = checked(made, where, place, download=download, verbose=show is not None)
     run = RunFolder.create(Path(folder), made, facts)
     return _work(run, jobs, show)
 
 
+def resolved(recipe: str | Path | Recipe, settings: Sequence[str], lines: Sequence[str]) -> Recipe:
+    """Return a recipe, loaded with settings where it is a name or path, with those lines alone that are named."""
+    if isinstance(recipe, Recipe) and settings:
+        raise RunError("settings go with the name or path of a recipe, not with a Recipe; make the changes in it")
+    made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
+    return made.only(lines) if lines else made
+
+
 def checked(
-    recipe: Recipe, data: str | Path | None, place: torch.device, *, download: bool = False, told: bool = False
+    recipe: Recipe, data: str | Path | None, place: torch.device, *, download: bool = False, verbose: bool = False
 ) -> dict[str, Any]:
     """Return the facts of a run that is about to start; a fault in recipe, data or weights shows now, not in every job.
 
-    told: say on standard error how far images are decoded, which is done once.
+    verbose: say on standard error how far images are decoded, which is done once.
     """
     data = None if data is None else at_home(data)
     parse_recipe(recipe.to_toml(), recipe.name)  # one that was made in Python has not been checked
@@ -82,7 +87,7 @@ def checked(
         torch.device("cpu"),
         download=download,
         workers=os.cpu_count() or 1,
-        progress=_decoding() if told else None,
+        progress=_decoding() if verbose else None,
     )
     for name, line in recipe.lines.items():
         try:
@@ -100,13 +105,13 @@ def checked(
 
 def _decoding() -> Callable[[int, int], None]:
     """Return a function that says now and then how many images are decoded, where that takes a while."""
-    last, told = time.monotonic(), False
+    last, said = time.monotonic(), False
 
     def tell(done: int, total: int) -> None:
-        nonlocal last, told
-        if time.monotonic() - last > 2 or (told and done == total):
+        nonlocal last, said
+        if time.monotonic() - last > 2 or (said and done == total):
             print(f"decoded {done:,} of {total:,} images", file=sys.stderr)
-            last, told = time.monotonic(), True
+            last, said = time.monotonic(), True
 
     return tell
 
@@ -127,22 +132,12 @@ def results(folder: str | Path) -> RunResults:
     return RunFolder.open(Path(folder)).results()
 
 
-def place_of(device: str) -> torch.device:
-    """Return the device of a run by its name, `cpu`, `cuda` or `auto`."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise RunError(f"device is '{device}'; it must be auto, cpu or cuda")
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise RunError("device is 'cuda', but torch sees no GPU; use --device cpu, or install a CUDA build of torch")
-    return torch.device("cuda" if available and device != "cpu" else "cpu")
-
-
 @dataclass(eq=False)
 class Worker:
-    """A process that runs jobs, and the job that it is on."""
+    """A process that does what messages ask for, and the message that it is on."""
 
     process: subprocess.Popen[str]
-    job: JobFolder | None = None
+    message: dict[str, Any] | None = None
 
     @classmethod
     def start(cls, lock: int, threads: int, module: str = "xkfac.experiments.runs.worker") -> Worker:
@@ -164,19 +159,15 @@ class Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return cls(process)
 
-    def give(self, run: RunFolder, job: JobFolder) -> None:
-        """Hand out a job."""
-        self.job = job
-        self.send({"run": str(run.path), "line": job.line, "seed": job.seed})
-
     def send(self, message: dict[str, Any]) -> None:
         """Say what is to be done."""
         assert self.process.stdin is not None
+        self.message = message
         with contextlib.suppress(BrokenPipeError):  # its end is seen when its answer is awaited
             self.process.stdin.write(json.dumps(message) + "\n")
 
     def answer(self) -> str | None:
-        """Return the error of the job that has ended, None if there was none."""
+        """Return the error of what has ended, None if there was none."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if line:
@@ -208,18 +199,28 @@ def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
     with run.locked() as lock:
         waiting = [job for job in run.jobs() if not job.result().done]
         count = min(jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads), len(waiting))
-        failures: dict[JobFolder, str] = {}
+        failures: list[tuple[dict[str, Any], str]] = []
+
+        def employ() -> Worker:
+            return Worker.start(lock, run.recipe.threads)
+
+        def shown(messages: list[dict[str, Any]]) -> None:
+            if show is not None:
+                show(run, [run.job(message["line"], message["seed"]) for message in messages])
+
         for group in _in_turn(run, waiting):
-            failures |= _hand_out(run, group, min(count, len(group)), lock, show)
+            messages = [{"run": str(run.path), "line": job.line, "seed": job.seed} for job in group]
+            failures += hand_out(messages, min(count, len(group)), employ, shown)
         try:
             run.collect()
         except NotWritten:
             if not failures:  # else what failed first is what is said
                 raise
     if failures:
-        first, text = next(iter(failures.items()))
+        first, text = failures[0]
         raise JobsFailed(
-            f"{len(failures)} of {len(waiting)} jobs failed; the first, '{first.line}' with seed {first.seed}: {text}"
+            f"{len(failures)} of {len(waiting)} jobs failed; the first, '{first['line']}' with seed {first['seed']}: "
+            f"{text}"
         )
     return run.results()
 
@@ -233,11 +234,17 @@ def _in_turn(run: RunFolder, waiting: list[JobFolder]) -> list[list[JobFolder]]:
     return [first, [job for job in waiting if job not in first]]
 
 
-def _hand_out(
-    run: RunFolder, waiting: list[JobFolder], count: int, lock: int, show: Show | None
-) -> Iterator[tuple[JobFolder, str]]:
-    """Run jobs in `count` processes; yield those that failed, with the reason."""
-    waiting = list(waiting)
+def hand_out(
+    messages: Sequence[dict[str, Any]],
+    count: int,
+    start_worker: Callable[[], Worker],
+    show: Callable[[list[dict[str, Any]]], None],
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Have `count` processes do what messages ask for; yield those that failed, with the reason.
+
+    show: is called about twice a second with the messages that processes are on.
+    """
+    waiting = list(messages)
     workers: list[Worker] = []
     with selectors.DefaultSelector() as ready, contextlib.ExitStack() as ending:
 
@@ -245,26 +252,25 @@ def _hand_out(
             if not waiting:
                 return
             if worker is None or not worker.alive:
-                worker = Worker.start(lock, run.recipe.threads)
+                worker = start_worker()
                 ending.callback(worker.stop)
                 workers.append(worker)
                 ready.register(_stdout(worker), selectors.EVENT_READ, worker)
-            worker.give(run, waiting.pop(0))
+            worker.send(waiting.pop(0))
 
         for _ in range(count):
             employ(None)
-        while any(worker.job for worker in workers):
+        while any(worker.message for worker in workers):
             for key, _ in ready.select(timeout=0.5):
                 worker: Worker = key.data
-                job, error = worker.job, worker.answer()
-                worker.job = None
+                message, error = worker.message, worker.answer()
+                worker.message = None
                 if not worker.alive:
                     ready.unregister(_stdout(worker))
-                if job is not None and error is not None:
-                    yield job, error
+                if message is not None and error is not None:
+                    yield message, error
                 employ(worker)
-            if show is not None:
-                show(run, [worker.job for worker in workers if worker.job is not None])
+            show([worker.message for worker in workers if worker.message is not None])
 
 
 def _stdout(worker: Worker) -> Any:

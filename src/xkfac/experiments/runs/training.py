@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from xkfac.experiments.data.digits import Part
 from xkfac.learning.learner import Learner
+from xkfac.model.cuda_graphs import captured
 from xkfac.penalty.implicit import Implicit
 
 Batch = tuple[Tensor, Tensor]
@@ -176,7 +177,7 @@ class Stepper:
         if self._graph is None:
             self._order = order.to(self._device)
             self._steps = max(n for n in range(1, self._in_a_row + 1) if len(order) % n == 0)
-            self._graph = self._captured()
+            self._graph = captured(lambda: self._next(self._steps), warm_up=self._warm_up, changed=self._changing())
         self._order.copy_(order)
         self._place.zero_()
         for _ in range(len(order) // self._steps):
@@ -192,24 +193,9 @@ class Stepper:
             self._step(index)
         self._place += 1
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        """Return the graph of some steps; those that warm it up leave no trace."""
-        changed = list(self._changing())
-        before = [tensor.detach().clone() for tensor in changed]
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._place.zero_()
-                self._next(1)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._next(self._steps)
-        with torch.no_grad():
-            for tensor, value in zip(changed, before, strict=True):
-                tensor.copy_(value)
-        return graph
+    def _warm_up(self) -> None:
+        self._place.zero_()
+        self._next(1)
 
     def _changing(self) -> Iterator[Tensor]:
         yield from self.model.parameters()

@@ -24,8 +24,9 @@ import torch
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.recipes.recipe import SINGLE
-from xkfac.experiments.runs.folder import RunError, RunFolder
+from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
+from xkfac.experiments.runs.job_folder import RunError
 from xkfac.experiments.runs.run_data import RunData, load_run_data
 
 Work = Callable[[dict[str, Any]], None]

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.markup import escape
-from rich.table import Table
-
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.progress import Watched
+from xkfac.experiments.runs.progress import LiveDisplay
 from xkfac.experiments.tuning.trials import TunedJob, grid_of, ranked, tuned_jobs
 from xkfac.experiments.tuning.tuner import Phase, phase_done
 
@@ -59,16 +56,10 @@ def _row(job: TunedJob) -> tuple[int, tuple[str, ...]]:
     return len(outcomes), row
 
 
-class TuningDisplay(Watched):
+class TuningDisplay(LiveDisplay):
     """Shows a tuning while it works: for every job its task, how many trials have ended, and the best so far."""
 
-    def show(self, standing: TuningStatus) -> None:
+    def show(self, status: TuningStatus) -> None:
         """Show how far a tuning is."""
-        if self._live is not None:
-            table = Table(str(standing), "task", "trials", "best so far", box=None, pad_edge=False)
-            for row in standing.rows:
-                table.add_row(*map(escape, row))
-            self._live.update(table)
-        elif self._console is not None and self._clock() - self._written >= self._pause:
-            self._written = self._clock()
-            self._console.print(escape(str(standing)), soft_wrap=True)
+        if self._due:
+            self._show(str(status), ("task", "trials", "best so far"), status.rows)

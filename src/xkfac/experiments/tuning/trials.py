@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,10 +30,10 @@ from torch import Tensor
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError
-from xkfac.experiments.files import read_json, reason
 from xkfac.experiments.recipes.recipe import SINGLE, Line
-from xkfac.experiments.records import CHOICE, MEASURED, MEASURED_FREE, OUTCOME, Fields, fault
-from xkfac.experiments.runs.folder import JobFolder, RunError, RunFolder, not_written, write_text
+from xkfac.experiments.records import CHOICE, MEASURED, MEASURED_FREE, OUTCOME
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job_folder import JobFolder, RunError, read_record, write_text, writing
 
 WEIGHTS = "xkfac-weights"
 CHOICE_COLUMNS = ("line", "seed", "task", "lr", "damping", "validation", "runner-up", "why")
@@ -123,8 +124,44 @@ class Choice:
         return f"as good as the next of {self.trials}, with the {_tie(best, second)}{lost}"
 
 
+def choice_cells(record: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a choice, as `choices.json` has it, under `CHOICE_COLUMNS`."""
+
+    def written(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    second = record["runner_up"]
+    if second is not None:
+        second = f"{written(second['validation'], '.2f')} ({GridPoint(second['lr'], second['damping'])})"
+    values = [written(record[key], form) for key, form in (("lr", "g"), ("damping", "g"), ("validation", ".2f"))]
+    return [record["line"], str(record["seed"]), record["task"], *values, second or "-", record["why"]]
+
+
 def _tie(best: TrialResult, second: TrialResult) -> str:
     return "smaller lr" if best.lr < second.lr else "larger damping"
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one setting of hyperparameters reached on a task, measured after all choices.
+
+    label: the method. balanced: whether alpha_s and alpha_t were adapted. target: accuracy on the task in %. average:
+    that over all tasks so far. chosen: whether the setting is the one that the method goes on with.
+    """
+
+    task: str
+    label: str
+    balanced: bool
+    lr: float
+    damping: float
+    target: float
+    average: float
+    chosen: bool
+
+    @property
+    def finite(self) -> bool:
+        """Whether both accuracies are numbers; those of a setting that diverged are not."""
+        return math.isfinite(self.target) and math.isfinite(self.average)
 
 
 @dataclass(frozen=True)
@@ -151,12 +188,11 @@ class TrialFolder:
 
     def end(self, outcome: TrialResult, weights: Mapping[str, Tensor] | None) -> None:
         """Write what it reached, and remove the states that it went on from."""
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
         if weights is not None:
-            try:
+            with writing(self._weights):
                 storage.write(self._weights, {}, weights, WEIGHTS)
-            except MemoryFileError as error:
-                raise not_written(self._weights, error) from None
-        make_folder(self.path)
         write_text(self.path / "outcome.json", json.dumps(asdict(outcome)) + "\n")
         self.tidy()
 
@@ -209,7 +245,6 @@ class StageFolder:
 
     def choose(self, choice: Choice) -> None:
         """Write what was chosen."""
-        make_folder(self.path)
         write_text(self.path / "choice.json", json.dumps(asdict(choice)) + "\n")
 
     def measured(self) -> dict[str, Any] | None:
@@ -295,7 +330,6 @@ class TunedJob:
     def tell(self, tasks: Sequence[str], choices: Sequence[Choice] | None = None) -> None:
         """Write the events of the job anew from what was chosen, and measured, so far."""
         made = self.choices() if choices is None else choices
-        make_folder(self.folder.path)
         write_text(self.folder.path / "events.jsonl", "".join(f"{json.dumps(e)}\n" for e in self._events(tasks, made)))
 
     def _events(self, tasks: Sequence[str], choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
@@ -333,11 +367,9 @@ def tuned_jobs(run: RunFolder) -> list[TunedJob]:
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[bool]:
     """Try to lock a file for as long as this lasts; yield whether it worked. A lock ends with its process."""
-    try:
-        make_folder(path.parent)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise not_written(path, error) from None
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -349,33 +381,8 @@ def held(path: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise not_written(path, error) from None
-
-
 def remove(*paths: Path) -> None:
     """Remove files that are no longer needed; one that stays does no harm."""
     for path in paths:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def read_record(path: Path, fields: Fields, free: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Return the table in a file, None if there is no file; `free` fields may be missing.
-
-    Raises RunError when it is damaged.
-    """
-    try:
-        found: dict[str, Any] = read_json(path)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise RunError(f"'{path}' cannot be read ({reason(error)}); remove it to have it made again") from None
-    wrong = fault(found, fields, free)
-    if wrong is not None:
-        raise RunError(f"'{path}' is damaged: {wrong}; remove it to have it made again")
-    return found

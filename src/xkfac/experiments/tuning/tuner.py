@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
 from xkfac.experiments.recipes.recipe import SINGLE
-from xkfac.experiments.runs.folder import RunError, RunFolder, not_written
+from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
+from xkfac.experiments.runs.job_folder import RunError, writing
 from xkfac.experiments.runs.run_data import PartName, RunData, load_run_data
 from xkfac.experiments.runs.tasks import TaskSequence
 from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision
@@ -33,7 +34,6 @@ from xkfac.experiments.tuning.trials import (
     TunedJob,
     grid_of,
     held,
-    make_folder,
     ranked,
     tuned_jobs,
 )
@@ -207,11 +207,9 @@ class Tuner:
         except NotFiniteError:
             return False
         assert learning.memory is not None
-        make_folder(stage.path)
-        try:
+        with writing(stage.memory):
+            stage.path.mkdir(parents=True, exist_ok=True)
             learning.memory.save(stage.memory)
-        except MemoryFileError as error:
-            raise not_written(stage.memory, error) from None
         return True
 
     def _memory(self, job: TunedJob, task: int, model: nn.Module) -> Memory | None:

@@ -7,12 +7,10 @@ next task begins. What the run folder then holds is a normal run, with the chose
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import secrets
-import selectors
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,13 +20,13 @@ from typing import Any
 import torch
 
 from xkfac.experiments.files import check_path
-from xkfac.experiments.recipes.parsing import load_recipe
+from xkfac.experiments.provenance import device_of
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
-from xkfac.experiments.runs.folder import RunError, RunFolder, not_written, write_text
-from xkfac.experiments.runs.running import JobsFailed, Worker, checked, place_of
-from xkfac.experiments.tuning.points import Point
+from xkfac.experiments.runs.folder import RunFolder
+from xkfac.experiments.runs.job_folder import RunError, not_written, write_text
+from xkfac.experiments.runs.running import JobsFailed, Worker, checked, hand_out, resolved
 from xkfac.experiments.tuning.status import TuningDisplay, TuningStatus
-from xkfac.experiments.tuning.trials import Choice, grid_of, tuned_jobs
+from xkfac.experiments.tuning.trials import Choice, Point, choice_cells, grid_of, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
 
 __all__ = ["Chosen", "TuningDisplay", "TuningStatus", "chosen", "go_on", "tune"]
@@ -60,10 +58,7 @@ class Chosen:
 
     def cells(self) -> list[str]:
         """Return the cells of its row in a table."""
-        best, second = self.choice.chosen, self.choice.runner_up
-        values = ("-", "-", "-") if best is None else (f"{best.lr:g}", _number(best.damping), _percent(best.validation))
-        other = "-" if second is None else f"{_percent(second.validation)} ({second.point})"
-        return [self.line, str(self.seed), self.task, *values, other, self.choice.why]
+        return choice_cells(self.to_dict())
 
 
 def tune(
@@ -88,8 +83,7 @@ def tune(
     Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run, and
     JobsFailed when something failed on the way.
     """
-    made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
-    made = made.only(lines) if lines else made
+    made = resolved(recipe, settings, lines)
     _check_tunable(made)
     path = check_path(folder)
     if (path / "run.json").exists():
@@ -98,7 +92,7 @@ def tune(
             raise RunError(f"'{path}' holds another run, not the tuning of this recipe; choose another folder")
     else:
         where = data or os.environ.get("XKFAC_DATA")
-        facts = checked(made, where, place_of(device), download=download, told=show is not None)
+        facts = checked(made, where, device_of(device, RunError), download=download, verbose=show is not None)
         facts["tuning"] = {"scatter": scatter}
         run = _created(path, made, facts)
     return go_on(run, jobs=jobs, show=show)
@@ -157,22 +151,16 @@ def _phase(run: RunFolder, phase: Phase, jobs: int | None, lock: int, show: Show
     open_jobs = [job for job in tuned_jobs(run) if not phase_done(job, phase)]
     pieces = sum(len(grid_of(job.line)) if phase == "choose" else 1 for job in open_jobs)
     count = min(jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads), pieces)
-    errors: list[str] = []
-    with selectors.DefaultSelector() as ready, contextlib.ExitStack() as ending:
-        for _ in range(count):
-            worker = Worker.start(lock, run.recipe.threads, "xkfac.experiments.tuning.tuner")
-            ending.callback(worker.stop)
-            assert worker.process.stdout is not None
-            ready.register(worker.process.stdout, selectors.EVENT_READ, worker)
-            worker.send({"run": str(run.path), "phase": phase})
-        while ready.get_map():
-            for key, _ in ready.select(timeout=0.5):
-                error = key.data.answer()
-                errors += [] if error is None else [error]
-                ready.unregister(key.fileobj)
-            if show is not None:
-                show(TuningStatus.of(run, phase))
-    return errors
+
+    def employ() -> Worker:
+        return Worker.start(lock, run.recipe.threads, "xkfac.experiments.tuning.tuner")
+
+    def shown(_: object) -> None:
+        if show is not None:
+            show(TuningStatus.of(run, phase))
+
+    messages = [{"run": str(run.path), "phase": phase}] * count
+    return [error for _, error in hand_out(messages, count, employ, shown)]
 
 
 def chosen(run: RunFolder) -> list[Chosen]:
@@ -204,11 +192,3 @@ def _points(run: RunFolder) -> Iterator[Point]:
                 best = choice.chosen is not None and number == choice.chosen.number
                 damping = math.nan if point.damping is None else point.damping
                 yield Point(choice.task, job.line.label, job.line.balance, point.lr, damping, **row, chosen=best)
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"

@@ -1,0 +1,48 @@
+"""Parameters that stand still while the rest of a network learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Frozen:
+    """Keeps parameters where they are, whatever the optimizer, until `release`.
+
+    waited_for: DistributedDataParallel was made while they required gradients, and waits for these in every step. They
+    then get gradients of zero, which are dropped once all processes have theirs: an optimizer would apply weight decay.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], waited_for: bool) -> None:
+        parameters = list(parameters)
+        self._learning = [parameter for parameter in parameters if parameter.requires_grad]
+        self._handles: list[Any] = []
+        if waited_for:
+            self._handles = [one.register_hook(_zeroing(one)) for one in self._learning]  # type: ignore[no-untyped-call]
+        for parameter in parameters:
+            parameter.requires_grad_(parameter.requires_grad and waited_for).grad = None
+
+    def release(self) -> None:
+        """Let the parameters learn again."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self._learning:
+            parameter.requires_grad_(True)
+
+
+def _zeroing(parameter: nn.Parameter) -> Callable[[Tensor], Tensor]:
+    """Return a hook that makes the gradient of a parameter zero, and drops it when the backward pass is over."""
+    engine: Any = torch.autograd.Variable._execution_engine
+
+    def drop() -> None:
+        parameter.grad = None
+
+    def zero(gradient: Tensor) -> Tensor:
+        # DistributedDataParallel queues its last work in this pass too; what the end of the pass queues comes after it.
+        engine.queue_callback(lambda: engine.queue_callback(drop))
+        return torch.zeros_like(gradient)
+
+    return zero
