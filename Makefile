@@ -38,6 +38,11 @@ peers:
 wheel:
 	$(PYTHON) tests/packaging/check_wheel.py
 
+# runs the core tests with the lowest versions that pyproject.toml accepts
+.PHONY: lowest
+lowest:
+	$(PYTHON) tests/packaging/check_lowest.py
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xkfac needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)

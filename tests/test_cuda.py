@@ -248,6 +248,20 @@ def test_products_of_bfloat16_are_near_those_of_float32(made):
     assert (found[1][1] - found[0][1]).norm() < 0.02 * found[0][1].norm()
 
 
+def test_an_interval_of_several_steps_cannot_be_captured():
+    model = randomise(Everything()).cuda().train()
+    learner = Learner(model, consolidate(model, batches(2)), penalty_every=2)
+    learner.load_state_dict({"begun": True, "balance": None})
+    (x, y), *_ = batches(1)
+    loss = F.cross_entropy(model(x), y)
+    with (
+        pytest.raises(XkfacError, match="make the Learner with penalty_every=1"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        learner.objective(loss)
+    assert Learner(model, learner.memory)._step.interval.every == 1
+
+
 def test_a_router_waits_for_the_device_once_per_call():
     torch.manual_seed(0)
     layers = torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3)
@@ -266,17 +280,3 @@ def test_a_router_waits_for_the_device_once_per_call():
             torch.cuda.set_sync_debug_mode("default")
     assert sum("synchroniz" in str(one.message) for one in caught) <= 1
     assert found.outputs.shape == (128, 3)
-
-
-def test_an_interval_of_several_steps_cannot_be_captured():
-    model = randomise(Everything()).cuda().train()
-    learner = Learner(model, consolidate(model, batches(2)), penalty_every=2)
-    learner.load_state_dict({"begun": True, "balance": None})
-    (x, y), *_ = batches(1)
-    loss = F.cross_entropy(model(x), y)
-    with (
-        pytest.raises(XkfacError, match="make the Learner with penalty_every=1"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        learner.objective(loss)
-    assert Learner(model, learner.memory)._step.interval.every == 1

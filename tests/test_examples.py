@@ -14,7 +14,7 @@ import xkfac
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path for path in EXAMPLES.glob("*.py") if path.name != "digits.py")
-FRAMEWORKS = ("lightning", "transformers", "accelerate")
+FRAMEWORKS = ("lightning", "transformers", "accelerate", "avalanche", "laplace")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -26,12 +26,15 @@ def test_an_example_runs(script, tmp_path, monkeypatch):
         monkeypatch.setattr(xkfac, "calibrate", functools.partial(xkfac.calibrate, rounds=1))
     try:
         names = runpy.run_path(str(script), run_name="__main__")
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if error.name not in FRAMEWORKS:
             raise
         pytest.skip(f"needs {error.name}")
     if script.stem == "resuming":
         assert names["same"]
+    elif script.stem == "uncertainty":
+        among, gap, away = names["deviations"]
+        assert min(gap, away) > 3 * among
     elif script.stem == "regression":
         assert names["kept"] < 0.3 * names["forgetful"]
     else:

@@ -12,6 +12,7 @@ from xkfac.methods import METHODS, Method
 from xkfac.model.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from xkfac.model.renorm import BatchRenorm1d, BatchRenorm2d, BatchRenorm3d, to_batchnorm, to_renorm
 from xkfac.model.units import find_units
+from xkfac.pretrained import load_pretrained, save_pretrained
 from xkfac.routing.batch_statistics import batch_statistics
 from xkfac.routing.router import Router
 from xkfac.task_layers import TaskLayer, enter_task, give_task_layers, give_task_norms, using_task
@@ -26,6 +27,8 @@ __all__ = [  # noqa: RUF022, grouped by what they are for
     "calibrate",
     "Calibration",
     "Balance",
+    "save_pretrained",
+    "load_pretrained",
     # choose and look into methods
     "METHODS",
     "Method",

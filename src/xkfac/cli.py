@@ -39,6 +39,7 @@ for command in (
     looking.report,
     looking.compare,
     looking.inspect,
+    looking.card,
     working.pretrain,
     looking.recipe,
 ):

@@ -31,6 +31,10 @@ _DTYPES = {
     torch.int16: "I16",
     torch.int64: "I64",
 }
+_OF_NETWORKS = {
+    **_DTYPES,
+    **{torch.float16: "F16", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"},
+}
 _STEPS = 32767  # of a correlation in 16 bits, from 0 to 1
 
 
@@ -96,12 +100,20 @@ def write(
 
     Raises MemoryFileError when that fails; what was at `path` is then as it was.
     """
-    path = Path(path)
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(description)
     version = str(VERSION)
     digest = _digest(format, version, text, ready)
-    metadata = {"format": format, "version": version, "description": text, "digest": digest}
+    write_tensors(path, ready, {"format": format, "version": version, "description": text, "digest": digest})
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors to a safetensors file that any reader of the format reads, as atomically as `write`."""
+    path = Path(path)
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    for name, tensor in ready.items():
+        if tensor.dtype not in _OF_NETWORKS:
+            raise MemoryFileError(f"'{path}' cannot hold '{name}', which is of {tensor.dtype}; convert it first")
     try:
         with replacing(_target(path)) as temporary:
             save_file(ready, temporary, metadata)
@@ -155,7 +167,7 @@ def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     for name in _order(tensors):
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": _OF_NETWORKS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header

@@ -20,7 +20,7 @@ from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.report import page
 from xkfac.experiments.runs.folder import RunFolder
 
-COMMANDS = ["demo", "run", "pretrain", "tune", "resume", "status", "report", "compare", "inspect", "recipe"]
+COMMANDS = ["demo", "run", "pretrain", "tune", "resume", "status", "report", "compare", "inspect", "card", "recipe"]
 
 
 @pytest.fixture
@@ -192,6 +192,10 @@ def test_a_memory_file_is_shown_and_what_is_none_is_refused(xkfac, finished, tmp
     shown = json.loads(xkfac("inspect", job / "memory-2.safetensors", "--json")[1])
     assert (shown["tasks"], len(shown["units"])) == (2, 3)
     checkpoint = next(job.glob("checkpoint-*.safetensors"))
+    assert xkfac("inspect", job / "memory-2.safetensors", "--plot", tmp_path / "m.svg")[0] == 0
+    assert "H''" in (tmp_path / "m.svg").read_text()
+    assert_complains(xkfac("inspect", job / "memory-2.safetensors", "--plot", tmp_path / "m.doc"), 2, "ends in .png")
+    assert xkfac("card", job / "memory-2.safetensors")[1].startswith("---\nlibrary_name: xkfac\n")
     assert_complains(xkfac("inspect", checkpoint), 2, "is a safetensors file but no xkfac memory")
     (tmp_path / "text").write_text("hello")
     assert_complains(xkfac("inspect", tmp_path / "text"), 2, "no safetensors file")

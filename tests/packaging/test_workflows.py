@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.packaging.check_lowest import lowest
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".github" / "workflows"
 NAMES = sorted(path.name for path in FOLDER.glob("*.yml"))
@@ -66,12 +68,17 @@ def test_actions_are_pinned_by_major_version(name):
 
 
 def test_tests_run_on_every_supported_python_on_linux_and_macos():
-    (job,) = jobs("tests.yml").values()
-    matrix = job["strategy"]["matrix"]
+    matrix = jobs("tests.yml")["test"]["strategy"]["matrix"]
     assert matrix["python"] == supported() == ["3.11", "3.12", "3.13"]
     assert matrix["os"] == ["ubuntu-latest", "macos-latest"]
     assert "make test" in commands("tests.yml")
     assert jobs("release.yml")["check"]["strategy"]["matrix"]["python"] == supported()
+
+
+def test_the_lowest_versions_are_tested_with_the_lowest_python():
+    assert "make lowest" in commands("tests.yml")
+    assert f'python-version: "{supported()[0]}"' in text("tests.yml")
+    assert set(lowest()) >= {"torch", "safetensors", "matplotlib", "typer"}
 
 
 def test_docs_are_built_always_and_published_on_tags():

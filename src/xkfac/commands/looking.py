@@ -83,6 +83,9 @@ def inspect(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**53, help="The seed of what is estimated from drawn entries.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw spectra and shares of H'' of all units to this file (.png, .svg, .pdf).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a memory file holds: its method, the spectra of its units, K-FAC against XK-FAC, its calibration.
@@ -103,6 +106,10 @@ def inspect(
                 status.update(f"unit {done + 1} of {total}: {escape(unit)}")
 
         found = inspect_memory(memory, batch=batch, seed=seed, show=show)
+    if plot is not None:
+        from xkfac.experiments.inspect.picture import draw
+
+        draw(found, plot)
     if as_json:
         print_json(found)
         return
@@ -111,6 +118,18 @@ def inspect(
     for head, *rows in filter(None, (calibration_table(found), unit_table(found))):
         print()
         print_table(head, rows)
+
+
+def card(
+    memory: Annotated[Path, typer.Argument(metavar="MEMORY_FILE", help="A file that `Memory.save` wrote.")],
+) -> None:
+    """Print a model card of a memory file in Markdown, with the header that the Hugging Face hub reads."""
+    from xkfac.experiments.files import check_path
+    from xkfac.memory import Memory
+    from xkfac.pretrained import card as card_of
+
+    check_path(memory)
+    print(card_of(Memory.load(memory)), end="")
 
 
 def recipe(

@@ -12,25 +12,6 @@ from xkfac.errors import XkfacError
 from xkfac.model.batches import tensors
 
 
-@torch.no_grad()
-def captured(steps: Callable[[], None], warm_up: Callable[[], None], changed: Iterable[Tensor]) -> torch.cuda.CUDAGraph:
-    """Return the graph of some training steps; what `warm_up`, called three times, does to tensors is undone."""
-    tensors_changed = list(changed)
-    before = [tensor.clone() for tensor in tensors_changed]
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), torch.enable_grad():
-        for _ in range(3):
-            warm_up()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), torch.enable_grad():
-        steps()
-    for tensor, value in zip(tensors_changed, before, strict=True):
-        tensor.copy_(value)
-    return graph
-
-
 class Replayed:
     """Calls `function(batch)`, from the second batch of a shape on by replaying the graph of that call.
 
