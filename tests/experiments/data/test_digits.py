@@ -352,16 +352,16 @@ def test_when_every_mirror_fails_each_is_named_with_its_failure_and_nothing_is_l
 
 def test_an_interrupted_download_leaves_nothing_and_the_next_one_goes_on(tmp_path, small, serve, monkeypatch):
     _, asked = serve(PACKED)
-    copy, calls = digits.shutil.copyfileobj, itertools.count()
+    write_bytes, calls = Path.write_bytes, itertools.count()
 
-    def interrupted(source, target):
+    def interrupted(path, content):
         if next(calls) == 1:
-            target.write(source.read(5))
+            write_bytes(path, content[:5])
             raise KeyboardInterrupt
-        copy(source, target)
+        return write_bytes(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(digits.shutil, "copyfileobj", interrupted)
+        patch.setattr(Path, "write_bytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             digits.load("mnist", tmp_path, validation=8, download=True, report=lambda line: None)
     assert files_below(tmp_path) == [f"MNIST/raw/{IMAGES}.gz"]
