@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
