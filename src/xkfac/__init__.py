@@ -17,7 +17,7 @@ from xkfac.routing.batch_statistics import batch_statistics
 from xkfac.routing.router import Router
 from xkfac.task_layers import TaskLayer, enter_task, give_task_layers, give_task_norms, using_task
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [  # noqa: RUF022, grouped by what they are for
     # learn without forgetting

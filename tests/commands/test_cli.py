@@ -81,7 +81,7 @@ def test_help_lists_the_commands_and_the_version_is_shown(xkfac):
     assert code == 0
     assert all(command in out for command in COMMANDS)
     assert "Exit codes" in out
-    assert xkfac("--version") == (0, "xkfac 0.1.0\n", "")
+    assert xkfac("--version") == (0, "xkfac 0.2.0\n", "")
 
 
 def test_what_is_no_command_or_option_ends_with_2(xkfac):

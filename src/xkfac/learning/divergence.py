@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from xkfac.errors import XkfacWarning
+from xkfac.learning.history import History
 from xkfac.model.merged_weight import BoundUnit
 
 INTERVAL = 16
@@ -26,12 +27,13 @@ class Monitor:
 
     def __init__(self, radius: float | None) -> None:
         self._radius = radius
-        self._steps = 0
+        self.history = History()
+        self._steps = self._looked_at = 0
         self._warned = False
         self._look: _Look | None = None
 
-    def is_finite(self, penalty: Tensor, undamped: Callable[[], Tensor]) -> bool:
-        """Take in L_s of a step, and say whether what was last looked at is finite.
+    def is_finite(self, penalty: Tensor, loss: Tensor, undamped: Callable[[], Tensor]) -> bool:
+        """Take in L_s and L_t of a step, and say whether what was last looked at is finite.
 
         undamped: gives L_s without damping, which is called where it is needed. Warns once of a penalty beyond the
         radius. Nothing is looked at while a CUDA graph is captured.
@@ -40,13 +42,18 @@ class Monitor:
             return True
         self._steps += 1
         if self._look is None and self._steps % INTERVAL == 0:
-            values = [penalty] if self._radius is None else [penalty, undamped()]
+            values = [penalty, loss] if self._radius is None else [penalty, loss, undamped()]
             self._look = _Look(torch.stack([value.detach().to(penalty.dtype) for value in values]))
+            self._looked_at = self._steps
         if self._look is None or not self._look.is_there():
             return True
-        value, *rest = self._look.values()
+        value, seen, *rest = self._look.values()
         self._look = None
+        self.history.steps.append(self._looked_at)
+        self.history.penalties.append(value)
+        self.history.losses.append(seen)
         for one in rest:
+            self.history.over_radius.append(one / self._radius if self._radius else math.inf)
             self.judge(one, stacklevel=5)
         return math.isfinite(value)
 

@@ -15,6 +15,7 @@ from xkfac.learning.balance import Balance
 from xkfac.learning.begin_checks import Peeked, check_at_anchor, check_batch, check_not_replaced, check_recentring
 from xkfac.learning.extending import Keep, check_keep, extended, with_options
 from xkfac.learning.frozen import Frozen
+from xkfac.learning.history import History
 from xkfac.learning.step_guard import StepGuard
 from xkfac.memory import Memory
 from xkfac.methods import get_method
@@ -189,7 +190,7 @@ class Learner:
         Raises NotFiniteError some steps after the penalty has ceased to be finite.
         """
         penalty, source, target = self._next(loss, share)
-        self._guard.see(self.last_penalty)
+        self._guard.see(self.last_penalty, loss)
         if self.balance is not None:
             self._rebalance(loss)
         if penalty is None:
@@ -209,9 +210,10 @@ class Learner:
         Raises what `objective` does.
         """
         penalty, source, target = self._next(loss, scale)
-        self._guard.see(self.last_penalty)
+        mean = loss.detach() if scale is None else loss.detach() / scale
+        self._guard.see(self.last_penalty, mean)
         if self.balance is not None:
-            self._rebalance(loss if scale is None else loss / scale)
+            self._rebalance(mean)
         loss.mul_(target if scale is None else target / scale)
         return loss if penalty is None else loss.add_(penalty * source)
 
@@ -240,7 +242,7 @@ class Learner:
         self._guard.after_backward()
         if penalty is not None:
             self.last_penalty = penalty
-        self._guard.see(self.last_penalty)
+        self._guard.see(self.last_penalty, loss)
         if self.balance is not None:
             self._rebalance(loss)
 
@@ -251,6 +253,11 @@ class Learner:
         self._guard.before_step(loss)
         self._step.readings.check()
         self._guard.stepped = True
+
+    @property
+    def history(self) -> History:
+        """Loss, penalty and distance from the anchor of every sixteenth step so far; `history.plot(path)` draws it."""
+        return self._guard.history
 
     @property
     def over_radius(self) -> float | None:

@@ -32,6 +32,7 @@ class StepGuard:
         self._model, self._step = model, step
         self._radius, self._stable_lr = radius, stable_lr
         self._monitor = Monitor(radius)
+        self.history = self._monitor.history
         self._starting_point: StartingPoint | None = None
         self._accumulation = Accumulation(None)
         self.stepped = False
@@ -70,14 +71,14 @@ class StepGuard:
         """Look at gradients, since the penalty's were added to them after a backward pass."""
         self._accumulation.after_backward()
 
-    def see(self, penalty: Tensor) -> None:
-        """Look at the penalty of a step, or of one before.
+    def see(self, penalty: Tensor, loss: Tensor) -> None:
+        """Look at the penalty of a step, or of one before, and at its loss.
 
         Raises NotFiniteError for one that is not finite any more.
         """
         if torch.compiler.is_compiling():
             return
-        if self._step.bound and not self._monitor.is_finite(penalty, self._step.undamped):
+        if self._step.bound and not self._monitor.is_finite(penalty, loss, self._step.undamped):
             raise self._diverged()
 
     def check_learnt(self) -> None:
