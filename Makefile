@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs examples format benchmark peers clean
+.PHONY: demo test check docs avalanche examples format benchmark peers clean
 
 demo: $(READY)
 	$(BIN)/xkfac demo --output demo-output
@@ -19,6 +19,11 @@ check: docs
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Avalanche brings sixty packages of its own, so its tests run apart from the others
+avalanche: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[avalanche]'
+	$(BIN)/pytest tests/integrations/test_avalanche.py tests/test_examples.py -k avalanche
 
 examples: $(READY)
 	WHOLE_EXAMPLES=1 $(BIN)/pytest -s tests/test_examples.py
