@@ -20,7 +20,7 @@ check: docs
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Avalanche brings sixty packages of its own, so its tests run apart from the others
+# Avalanche brings many packages of its own, so its tests run apart from the others
 avalanche: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[avalanche]'
 	$(BIN)/pytest tests/integrations/test_avalanche.py tests/test_examples.py -k avalanche

@@ -13,7 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("tests/test_memory.py", "tests/test_files.py", "tests/test_readme.py", "tests/test_pretrained.py")
-TESTS += ("tests/learning/test_learner.py", "tests/experiments/recipes/test_recipe.py", "tests/packaging/test_metadata.py")
+TESTS += (
+    "tests/learning/test_learner.py",
+    "tests/experiments/recipes/test_recipe.py",
+    "tests/packaging/test_metadata.py",
+)
 
 
 def lowest(extras=("experiments",)):
