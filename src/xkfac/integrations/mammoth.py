@@ -29,7 +29,7 @@ class XKFAC(ContinualModel):  # type: ignore[misc]
     @staticmethod
     def get_parser(parser: Any) -> Any:
         """Add the options of this model."""
-        parser.add_argument("--xkfac_method", default="xkfac", help="a method of xkfac")
+        parser.add_argument("--xkfac_method", default="fixed-bn", help="a method of xkfac")
         parser.add_argument("--xkfac_strength", type=float, help="factor on the penalty; calibrated unless given")
         parser.add_argument("--xkfac_exclude", nargs="*", default=[], help="patterns of layers that are not protected")
         parser.add_argument("--xkfac_memory", type=Path, help="file of the memory")
