@@ -2,9 +2,9 @@
 
     python benchmarks/interval.py --data FOLDER [--output results/interval]
 
-A perceptron 784-128-128-10 with BN learns three tasks of 10,000 images, 3 epochs each, SGD 0.03 with momentum 0.9, batch
-128, XK-FAC on held-out images. Rows differ in `penalty_every` alone; times are those of the training loops of the second
-and third task, over those of the same loop without a learner in the same process. Seeds 0 to 2.
+A perceptron 784-128-128-10 with BN learns three tasks of 10,000 images, 3 epochs each, SGD 0.03 with momentum 0.9,
+batch 128, XK-FAC on held-out images. Rows differ in `penalty_every` alone. Times are those of the training loops of the
+second and third task, over those of the same loop without a learner in the same process. Seeds 0 to 2.
 """
 
 from __future__ import annotations

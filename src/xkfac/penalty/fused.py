@@ -54,9 +54,8 @@ class FusedPenalty:
         self._origin, self._displacement = like.new_zeros(size), like.new_zeros(size)
         for one in members:
             one.whole(self._origin).copy_(-one.arranged(penalty.anchor[one.name]))
-        self._places = torch.cat(
-            [one.bias_places() for one in (*self._merged, *self._plain)] or [torch.empty(0, dtype=torch.long)]
-        ).to(like.device)
+        places = [one.bias_places() for one in (*self._merged, *self._plain)] or [torch.empty(0, dtype=torch.long)]
+        self._places = torch.cat(places).to(like.device)
         self._start = self._vectors_at_start()
         most = max([0, *self._channels])
         self._fillers = like.new_ones(most), like.new_zeros(most)

@@ -1,4 +1,4 @@
-"""Features that tasks are told apart by: channel statistics of inputs and of what the first BN gets, or a head's input.
+"""Features that tasks are inferred from: channel statistics of inputs and of what the first BN gets, or a head's input.
 
 Early features come from a frozen copy of the layers of the first task: they never change while the network learns.
 """
