@@ -79,6 +79,7 @@ memory = xkfac.Memory.load("source.safetensors", model)  # later, elsewhere, wit
 learner = xkfac.Learner(model, memory)
 learner.begin(target_loader)
 steady = min(LR, learner.stable_lr(MOMENTUM) / 2)  # a new head can take longer steps than what is protected
+print(f"{memory}; learning rate of what is protected: {steady:.3g}", flush=True)
 protected = set(learner.protected)
 free = [parameter for parameter in model.parameters() if parameter not in protected]
 groups = [{"params": free, "lr": LR}, {"params": list(protected), "lr": steady}]

@@ -5,7 +5,8 @@ into the pages: a table below `<!-- table NAME -->`, and a number in front of `<
 table is TABLE/ROW/COLUMN. A number has these keys, some from its row, some from its column, some from the record that
 the column names by `of`:
 
-    run = FOLDER or FOLDERS, line     the folder of a run, read by the code of `xkfac report`; with it one of
+    run = FOLDER or FOLDERS, line     the folder of a run, read by the code of `xkfac report`; with it one of these
+                                      (the line "ceiling" is the best one of the method `single` on validation images)
         task = NAME                   accuracy on a task after the last one
         before = NAME                 accuracy of the source network
         kept = NAME, share = NAME     of the source's accuracy before, of a target's ceiling; in %
@@ -27,7 +28,8 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from statistics import median
 
-from xkfac.experiments.report.image_tables import image_tables
+from xkfac.experiments.report.image_tables import ceilings, image_tables
+from xkfac.experiments.report.tables import entries
 from xkfac.experiments.report.tradeoff_tables import in_percent, tradeoffs
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.results import JobResult, Spread, pooled, spread
@@ -57,9 +59,15 @@ def from_run(spec):
             curves = {curve.name: curve for found in tradeoffs([run]) for curve in found.curves}
             if (curve := curves.get(spec["line"])) is not None:
                 seeds = sorted({seed for point in curve.points for seed in point.by_seed})
-                return (in_percent(curve.at(spec["at"])) if "at" in spec else curve.area), seeds
+                value = curve.at(spec["at"]) if "at" in spec else curve.area
+                return (in_percent(value) if value is not None and "at" in spec else value), seeds
+        elif spec["line"] == "ceiling":
+            if (top := ceilings(entries([run]), [spec["task"]]).get(spec["task"])) is not None:
+                return spread(list(top.accuracies.values())), sorted(top.accuracies)
         elif spec["line"] in run.lines:
             return _of_line(spec, run), [job.seed for job in run.lines[spec["line"]].jobs if job.done]
+    if spec["line"] == "ceiling":  # the source has none
+        return None, []
     raise SystemExit(
         f"no run of {folders} has the line '{spec['line']}'; they have {[sorted(run.lines) for run in runs]}"
     )
@@ -76,8 +84,10 @@ def _of_line(spec, run):
     row = tables.accuracies[place]
     if "task" in spec or "average" in spec:
         return row.average if "average" in spec else row.accuracies.get(spec["task"])
-    (shares,) = (one for one in tables.shares if one.label == tables.entries[place].label)
-    return shares.kept if "kept" in spec else shares.shares[spec["share"]]
+    for shares in tables.shares:  # of the lines that compete
+        if shares.label == tables.entries[place].label:
+            return shares.kept if "kept" in spec else shares.shares.get(spec["share"])
+    return None
 
 
 def from_csv(spec):
