@@ -111,7 +111,7 @@ class Capture(Trace):
                     "make the network run the same layers on every batch"
                 )
         joint = self.collectors.joint
-        if joint is not None and joint.units:
+        if joint is not None:
             with _exactly(device_of(self.model)):
                 joint.flush_inputs()
 
@@ -184,6 +184,6 @@ class Capture(Trace):
                 self.collectors.of[name].gradients([seen.get(k, torch.zeros_like(some)) for k in calls], self.draw)
         self._gradients.clear()
         joint = self.collectors.joint
-        if joint is not None and joint.units:
+        if joint is not None:
             with _exactly(device_of(self.model)):
                 joint.flush_gradients(self.draw)
