@@ -11,8 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 def from_plain(hint: Any, value: Any, what: str) -> Any:
     """Return the value of a type that a plain value stands for.
 
-    hint: a dataclass, a tuple, a type or None, a Literal, a text, a flag, a number, which must be finite, or a whole
-    number, which must be at least 0. what: names the value in errors.
+    hint: a dataclass, a tuple, a table of texts, a type or None, a Literal, text, flag, number, which must be finite,
+    or whole number, which must be at least 0. what: names the value in errors.
 
     Raises ValueError where it stands for none.
     """
@@ -26,12 +26,16 @@ def from_plain(hint: Any, value: Any, what: str) -> Any:
         hints = arguments[:1] * len(value) if arguments[-1] is ... else arguments
         if len(hints) == len(value):
             return tuple(from_plain(one, item, what) for one, item in zip(hints, value, strict=True))
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if (kind is Literal and value in arguments) or (hint in (str, bool) and isinstance(value, hint)):
+    if kind is dict and isinstance(value, dict):
+        return {from_plain(str, key, what): from_plain(arguments[1], item, what) for key, item in value.items()}
+    if kind is Literal and any(value == one and type(value) is type(one) for one in arguments):
         return value
+    if hint in (str, bool) and isinstance(value, hint):
+        return value
+    whole = type(value) is int and abs(value) < 2**63
     if hint is int and whole and value >= 0:
         return value
-    if hint is float and (whole or isinstance(value, float)) and math.isfinite(value):
+    if hint is float and (whole or (type(value) is float and math.isfinite(value))):
         return float(value)
     raise ValueError(f"{what} is {value!r:.100}")
 
