@@ -22,7 +22,7 @@ from xkfac.model.batches import Forward
 from xkfac.model.likelihood import Likelihood, get_likelihood
 from xkfac.model.merged_weight import anchor_of, bind
 from xkfac.model.passes import Progress, device_of, full_precision, unwrap
-from xkfac.model.structure import Pass, check_structure, leave_out
+from xkfac.model.structure import check_structure, leave_out
 from xkfac.model.units import Coverage, Row, Unit, as_patterns
 from xkfac.task_layers import own_patterns
 
@@ -99,7 +99,7 @@ class Memory:
         for value in weights:
             if not 0 <= value < float("inf"):
                 raise XkfacError(f"the importance of a task must be a number of at least 0, not {value}")
-        check_structure(self.coverage, Pass(new.coverage))
+        check_structure(self.coverage, new.coverage)
         units = {unit.name: unit for unit in (*self.units, *new.coverage.units)}
         rows = {row.parameter: row for row in self.coverage.rows}
         rows.update({r.parameter: r for r in new.coverage.rows if r.unit != "-" or r.parameter not in rows})

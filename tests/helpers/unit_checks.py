@@ -80,7 +80,8 @@ class Recorder(Trace):
         self.inputs = {u.name: [] for u in units}
         self.outputs = {u.name: [] for u in units}
 
-    def watch(self, func, args, kwargs):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         call = read_call(func, args, kwargs)
         layer = self.layers.get(id(call.weight)) if call is not None else None
         norm = self.norms.get(self.norm) if func is F.batch_norm and self.norm is not None else None
