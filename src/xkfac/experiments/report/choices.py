@@ -11,7 +11,7 @@ from typing import Any
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_RECORD, read_json, reason
 from xkfac.experiments.records import CHOSEN, POINT, Fields, fault
-from xkfac.experiments.report.markup import counted, table, text
+from xkfac.experiments.report.markup import Cell, Row, Table, counted, text
 from xkfac.experiments.runs.results import RunResults
 from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, Point, choice_cells
 
@@ -74,12 +74,11 @@ def _point(entry: Mapping[str, Any]) -> Point:
     return Point(**values)
 
 
-def _words(head: str) -> str:
-    return ' class="words"' if head in ("task", "runner-up", "why") else ""
-
-
-def _cell(head: str, cell: str) -> str:
-    return f"<td{_words(head)}>{text(cell)}</td>"
+def choices_table(tuned: Tuned) -> Table:
+    """Return what was chosen as a table."""
+    caption = "The setting that was chosen, its accuracy, that of the next best, and the reason."
+    rows = [Row(label, [Cell(cell) for cell in cells]) for label, *cells in tuned.rows]
+    return Table("Table of choices", caption, CHOICE_COLUMNS, [rows], words=("task", "runner-up", "why"))
 
 
 def choices_html(found: Mapping[str, Tuned]) -> str:
@@ -93,14 +92,7 @@ def choices_html(found: Mapping[str, Tuned]) -> str:
     parts = [f'<section id="choices">\n<h2>What was chosen, and why</h2>\n<p class="soft">{said}</p>']
     for name, tuned in found.items():
         title = f"<h3>{text(name)}</h3>" if len(found) > 1 else ""
-        body = (
-            f'<tr><th scope="row">{text(label)}</th>' + "".join(map(_cell, CHOICE_COLUMNS[1:], cells)) + "</tr>"
-            for label, *cells in tuned.rows
-        )
-        caption = "The setting that was chosen, its accuracy, that of the next best, and the reason."
-        head = "".join(f'<th scope="col"{_words(name)}>{name}</th>' for name in CHOICE_COLUMNS)
-        shown = table("Table of choices", caption, head, body)
         opening = " open" if len(tuned.rows) <= _FEW else ""
-        inner = f"<details{opening}><summary>{counted(len(tuned.rows), 'choice')}</summary>\n{shown}</details>"
-        parts.append(title + inner)
+        count = counted(len(tuned.rows), "choice")
+        parts.append(f"{title}<details{opening}><summary>{count}</summary>\n{choices_table(tuned).html()}</details>")
     return "\n".join((*parts, "</section>"))

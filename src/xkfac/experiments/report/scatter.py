@@ -12,14 +12,14 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
+from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.report.drawing import Drawn, Key, Plot, multiples, shortened
-from xkfac.experiments.report.styles import INK, MARKERS, PALETTE, SOFT, Style, swatch
+from xkfac.experiments.report.drawing import Plot, multiples, shortened
+from xkfac.experiments.report.styles import INK, MARKERS, PALETTE, SOFT, Style
 from xkfac.experiments.report.tables import NOTHING, printable
 from xkfac.experiments.tuning.trials import Point
 
@@ -48,16 +48,10 @@ def rank_correlation(points: Sequence[Point]) -> float | None:
     there = [point for point in points if point.finite]
     if len(there) < 3:
         return None
-    ranks = [_ranks([getattr(point, name) for point in there]) for name in ("target", "average")]
-    x, y = (rank - rank.mean() for rank in ranks)
-    size = math.sqrt(float(x @ x) * float(y @ y))
-    return float(x @ y) / size if size > 0 else None
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    array = np.asarray(values, dtype=float)
-    below, equal = ((of(array[:, None], array)).sum(1) for of in (np.greater, np.equal))
-    return np.asarray(below + (equal - 1) / 2, dtype=float)
+    pairs = [(point.target, point.average) for point in there]
+    if any(len(set(values)) == 1 for values in zip(*pairs, strict=True)):
+        return None
+    return float(spearmanr(pairs).statistic)
 
 
 def correlations(points: Sequence[Point]) -> list[Correlation]:
@@ -79,7 +73,7 @@ def _places(points: Sequence[Point]) -> list[tuple[bool, str]]:
     return [(balanced, task) for balanced in _ROWS if any(p.balanced is balanced for p in points) for task in tasks]
 
 
-def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = SCATTER) -> Drawn:
+def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = SCATTER) -> Plot:
     """Draw target against average accuracy, a column a task, with alpha in the top row and without in the bottom row.
 
     Both panels of a column have the same axes. Settings that diverged are in the CSV file, and counted in the note.
@@ -110,20 +104,14 @@ def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = S
     header = [field.name for field in fields(Point)]
     alt = f"{title}. " + " ".join(alts)
     plot = Plot(key, title, _note(points), alt, header, [_cells(point) for point in points])
-    files, panels = multiples(
-        plot, labels, alts, fill, _SIZE, len(limits), folder, lambda canvas: _legend(canvas, styles)
-    )
-    keys = tuple(Key(label, swatch(style)) for label, style in styles.items())
-    return Drawn(key, title, plot.note, *files, alt, "scatter", panels, keys)
+    return multiples(plot, labels, fill, _SIZE, len(limits), folder, lambda canvas: _legend(canvas, styles))
 
 
 def _styles(points: Sequence[Point]) -> dict[str, Style]:
     """Return colour and marker of each method, in the order in which they come."""
     labels = dict.fromkeys(point.label for point in points)
-    # A dash of nothing: a swatch shows the marker without a line, as the points are.
     return {
-        label: Style(PALETTE[i % len(PALETTE)], (0.0, 99.0), MARKERS[i % len(MARKERS)], 6.0)
-        for i, label in enumerate(labels)
+        label: Style(PALETTE[i % len(PALETTE)], (), MARKERS[i % len(MARKERS)], 6.0) for i, label in enumerate(labels)
     }
 
 
