@@ -52,7 +52,7 @@ def test_summary_by_hand():
 def test_joint_training_has_accuracies_alone():
     row = values(made_up.small())["joint"]
     assert (row["after 5"].mean, row["after 10"].mean) == (98.5, 98.5)
-    assert [title for title, value in row.items() if value is None][0] == "forgetting"
+    assert next(title for title, value in row.items() if value is None) == "forgetting"
     assert sum(value is None for value in row.values()) == 4
 
 

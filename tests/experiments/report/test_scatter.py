@@ -86,7 +86,7 @@ def test_correlations_are_told_panel_by_panel_over_all_methods_and_for_each():
 
 def test_each_panel_shows_the_points_of_its_task_and_row(tmp_path, monkeypatch):
     points = made_up()
-    drawn, axes = drawn_axes(points, tmp_path, monkeypatch)
+    _, axes = drawn_axes(points, tmp_path, monkeypatch)
     assert list(axes) == ["Birds, with α", "Cars, with α", "Birds, without α", "Cars, without α"]
     rows = [axes[title].get_position().y0 for title in axes]
     assert rows == pytest.approx([rows[0]] * 2 + [rows[2]] * 2)

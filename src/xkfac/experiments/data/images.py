@@ -26,7 +26,7 @@ from xkfac.experiments.data.digits import DataError, Part, Parts
 from xkfac.experiments.data.tree_files import FORMATS, MOST_PIXELS, reader
 from xkfac.experiments.data.trees import ImageFile, Tree, labels_of
 from xkfac.experiments.files import at_home, nearest
-from xkfac.experiments.packages import PackageError, imported
+from xkfac.experiments.packages import imported
 
 PART_NAMES = ("train", "validation", "test")
 VERSION = 1  # of what a cache file holds
@@ -68,10 +68,7 @@ def load_pictures(
             f"workers is {workers} and parts are {list(parts)}; workers must be at least 1 and at most {MOST_WORKERS}, "
             f"and parts some of {', '.join(PART_NAMES)}"
         )
-    try:
-        imported("PIL.Image", "an image")
-    except PackageError as error:
-        raise DataError(str(error)) from None
+    imported("PIL.Image", "an image")
     tree = path if isinstance(path, Tree) else Tree.read(path)
     train, aside = tree.split(validation, limit)
     everything = {"train": train, "validation": aside, "test": tree.test}
