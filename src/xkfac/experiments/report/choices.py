@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ def read_tuned(run: RunResults) -> Tuned | None:
     points: list[Point] = []
     for folder in map(Path, (run.folder, *run.others)):
         rows += [_cells(entry, run) for entry in _entries(folder / "choices.json", CHOSEN)]
-        points += [_point(entry) for entry in _entries(folder / "points.json", POINT)]
+        points += [Point(**entry) for entry in _entries(folder / "points.json", POINT)]
     order = {label: place for place, label in enumerate(dict.fromkeys(row[0] for row in rows))}
     rows.sort(key=lambda row: (order[row[0]], int(row[1])))
     return Tuned(rows, points) if rows else None
@@ -67,11 +66,6 @@ def _cells(entry: Mapping[str, Any], run: RunResults) -> list[str]:
     line = run.recipe.lines.get(entry["line"])
     name, *cells = choice_cells(entry)
     return [line.label if line is not None and line.label else name, *cells]
-
-
-def _point(entry: Mapping[str, Any]) -> Point:
-    values: dict[str, Any] = {key: math.nan if value is None else value for key, value in entry.items()}
-    return Point(**values)
 
 
 def choices_table(tuned: Tuned) -> Table:

@@ -58,7 +58,7 @@ def draw_all(
         drawn.append(draw_training(_file_name("training", keys), trained, folder))
     tuned = tuned or {}
     for run, tried in tuned.items():
-        if any(point.finite for point in tried):
+        if any(point.target is not None for point in tried):
             title = f"{SCATTER}: {run}" if len(tuned) > 1 else SCATTER
             drawn.append(draw_scatter(_file_name("scatter", keys), tried, folder, title))
     return drawn
