@@ -217,6 +217,7 @@ def _method(entry: Any) -> Method:
 
 def _calibration(entry: Any) -> Calibration:
     checks: dict[str, Check] = {"scale": _is_number, "radius": _is_number, "examples": _is_whole}
+    checks["scales"] = lambda value: _is_list(value, _is_number)
     given = _checked(entry, "the calibration", Calibration, checks)
     for point in _listed(given["curve"], "points of the calibration"):
         of_point = dict.fromkeys(("predicted", "real"), _is_number)
