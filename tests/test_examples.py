@@ -29,7 +29,7 @@ def test_an_example_runs(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     if "WHOLE_EXAMPLES" not in os.environ:
-        monkeypatch.setattr(xkfac, "calibrate", functools.partial(xkfac.calibrate, rounds=1))
+        monkeypatch.setattr(xkfac, "calibrate", functools.partial(xkfac.calibrate, tasks=1))
     try:
         names = runpy.run_path(str(script), run_name="__main__")
     except ImportError as error:

@@ -54,7 +54,7 @@ class Memory:
         tasks = "1 task" if self.tasks == 1 else f"{self.tasks} tasks"
         numbers = sum(tensor.numel() for _, tensor in self.curvature.tensors())
         head = f"memory of {tasks}, method {self.method.name}, {self.examples:,} examples"
-        scale = "" if self.calibration is None else f", penalty to be scaled by {self.calibration.scale:.3g}"
+        scale = "" if self.calibration is None else f", calibration: {self.calibration}"
         forward = "" if self.forward is None else ", with a forward function of its own"
         return f"{head}, curvature of {numbers:,} numbers{scale}{forward}"
 
