@@ -36,6 +36,8 @@ class Settings:
         batch. H'' gets one sample per draw: its rank is at most their number.
     statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
     cross_layer: blocks between all pairs of linear units too, as a Khatri-Rao product.
+    noise: average the curvature over weights with normal noise, so many times the root mean square of a layer's
+        weights, drawn once per batch. The Fisher at the weights alone is flat in directions in which the loss is not.
     """
 
     kind: CurvatureKind = "xkfac"
@@ -45,6 +47,7 @@ class Settings:
     draws: int | None = None
     statistics: Statistics = "batch"
     cross_layer: bool = False
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -62,6 +65,8 @@ class Settings:
             raise XkfacError(f"draws must be at least 1, not {self.draws}")
         if not isinstance(self.cross_layer, bool):
             raise XkfacError(f"cross_layer is {self.cross_layer!r}; it must be True or False")
+        if isinstance(self.noise, bool) or not isinstance(self.noise, int | float) or not 0 <= self.noise < math.inf:
+            raise XkfacError(f"noise is {self.noise!r}; it must be a finite number of at least 0")
         if self.draws is not None and self.labels != "sampled":
             raise XkfacError(f"draws={self.draws} goes with labels='sampled', not '{self.labels}'")
         for name in ("form", "grouping"):
@@ -97,6 +102,7 @@ class SettingsOptions(TypedDict, total=False):
     draws: int | None
     statistics: Statistics
     cross_layer: bool
+    noise: float
 
 
 @dataclass(frozen=True)
