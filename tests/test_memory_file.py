@@ -319,17 +319,13 @@ def unit(**changes):
 
 
 CONTRADICTIONS = {
-    **{
-        f"no {key}": without(key)
-        for key in ("method", "blocks", "roots", "tasks", "examples", "exclude", "rows", "joint")
-    },
+    **{f"no {key}": without(key) for key in ("method", "blocks", "tasks", "examples", "exclude", "rows", "joint")},
     "unknown block": lambda d, t: d["blocks"].update({"0": "tucker"}),
     "another block": lambda d, t: d["blocks"].update({"0": "diagonal"}),
     "blocks as a list": lambda d, t: d.update(blocks=[]),
     "unknown setting": lambda d, t: d["method"]["settings"].update(magic=1),
     "bad setting": lambda d, t: d["method"]["settings"].update(kind="magic"),
     "draws that are true": lambda d, t: d["method"]["settings"].update(draws=True),
-    "no settings": lambda d, t: d["method"].pop("settings"),
     "method without a penalty": lambda d, t: d["method"].update(penalised=False),
     "unknown likelihood": lambda d, t: d["likelihood"].update(name="magic"),
     "likelihood without arguments": lambda d, t: d["likelihood"].pop("arguments"),

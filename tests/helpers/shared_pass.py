@@ -150,7 +150,7 @@ class Counted:
         self.numbers = {}
 
     def __enter__(self):
-        self.kept = {name: getattr(dist, name) for name in ("all_reduce", "reduce", "broadcast")}
+        self.kept = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
         for name, function in self.kept.items():
             setattr(dist, name, functools.partial(self.call, name, function))
         return self
@@ -207,7 +207,8 @@ def per_process(rank, ranks, folder):
         xkfac.estimate(linear, whole()[rank::ranks])
     yield "numbers", counted.numbers
     decomposed = []
-    assemble.eigenbasis, kept = lambda *pair: decomposed.append(pair) or kept(*pair), assemble.eigenbasis
+    kept = assemble.eigenbasis
+    assemble.eigenbasis = lambda *pair, empty: decomposed.extend([] if empty else [pair]) or kept(*pair, empty=empty)
     xkfac.estimate(linear, whole()[rank::ranks], kind="corrected")
     assemble.eigenbasis = kept
     yield "decomposed", len(decomposed)

@@ -56,7 +56,7 @@ def compare(runs: RunPaths, as_json: AsJson = False) -> None:
 
     from xkfac.experiments import results
     from xkfac.experiments.report.comparison import compare as compared
-    from xkfac.experiments.report.tables import number
+    from xkfac.experiments.report.comparison import comparison_table
 
     if len(runs) < 2:
         raise XkfacError("compare needs the folders of at least two runs; 'xkfac report' shows a single one")
@@ -66,12 +66,8 @@ def compare(runs: RunPaths, as_json: AsJson = False) -> None:
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    cells = []
-    for row in rows:
-        interval = "-" if row.low != row.low else f"{row.low:+.2f} to {row.high:+.2f}"
-        difference = f"{row.difference:+.2f}"
-        cells.append((row.label, str(row.tasks), number(row.first), number(row.second), difference, interval))
-    print_table(("line", "tasks", "first", "second", "difference", "95% interval"), cells)
+    print_table(*comparison_table(rows).texts())
+    print("\naverage accuracy in %; a * where the interval excludes zero")
 
 
 def inspect(

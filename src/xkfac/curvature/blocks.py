@@ -342,10 +342,13 @@ def khatri_rao(named: Mapping[str, Tensor], rows: Sequence[int], columns: Sequen
     return KhatriRao(_terms(named), tuple(rows), tuple(columns))
 
 
-def eigenbasis(left: Tensor, right: Tensor) -> Corrected:
-    """Return the eigenbasis of A [groups, D, D] and H [groups, C, C]; its scales are those of A (x) H."""
-    left_values, left_vectors = _eigh(left)
-    right_values, right_vectors = _eigh(right)
+def eigenbasis(left: Tensor, right: Tensor, *, empty: bool = False) -> Corrected:
+    """Return the eigenbasis of A [groups, D, D] and H [groups, C, C]; its scales are those of A (x) H.
+
+    With `empty` all is there but the numbers.
+    """
+    sides = [(one[..., 0], one) if empty else _eigh(one) for one in (left, right)]
+    (left_values, left_vectors), (right_values, right_vectors) = sides
     scales = right_values[:, :, None] * left_values[:, None, :]
     return Corrected(left_vectors, right_vectors, left_values, right_values, scales)
 

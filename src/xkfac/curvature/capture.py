@@ -46,8 +46,11 @@ class Capture(Trace):
         self._inputs: dict[str, list[Tensor]] = {}
         self._gradients: dict[str, dict[int, Tensor]] = {}
 
-    def watch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run one torch function, and look at it if it is part of a unit."""
+        kwargs = kwargs or {}
         call = read_call(func, args, kwargs)
         unit = self.layers.get(id(call.weight)) if call is not None else None
         if call is not None and unit is not None:
@@ -111,7 +114,7 @@ class Capture(Trace):
                     "make the network run the same layers on every batch"
                 )
         joint = self.collectors.joint
-        if joint is not None and joint.units:
+        if joint is not None:
             with _exactly(device_of(self.model)):
                 joint.flush_inputs()
 
@@ -184,6 +187,6 @@ class Capture(Trace):
                 self.collectors.of[name].gradients([seen.get(k, torch.zeros_like(some)) for k in calls], self.draw)
         self._gradients.clear()
         joint = self.collectors.joint
-        if joint is not None and joint.units:
+        if joint is not None:
             with _exactly(device_of(self.model)):
                 joint.flush_gradients(self.draw)

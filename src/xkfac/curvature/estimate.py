@@ -31,10 +31,8 @@ from xkfac.curvature.collectors import (
     UnmergedCollector,
 )
 from xkfac.curvature.labels import Cotangents, Draws
-from xkfac.curvature.moments import Moments
 from xkfac.curvature.operator import Curvature, CurvatureKind, Settings, SettingsOptions
-from xkfac.curvature.processes import Processes, processes_of
-from xkfac.curvature.shared_moments import Coupling, SharedMoments, coupling_of
+from xkfac.curvature.processes import MiniBatch, Processes, mini_batch_of, processes_of
 from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.model.batches import Forward, default_forward, size_of
 from xkfac.model.cuda_graphs import Replayed
@@ -120,7 +118,7 @@ def estimate(
         if settings.kind == "corrected":
             bases = {n: block if isinstance(block, Corrected) else None for n, block in curvature.blocks.items()}
             collectors, again = run.over(
-                loader, lambda unit: SquareCollector(unit, run.dtype, bases[unit.name]), **feed
+                loader, lambda unit: SquareCollector(unit, run.dtype, run.batch, bases[unit.name]), **feed
             )
             if again != examples:
                 raise XkfacError(
@@ -165,19 +163,19 @@ class _Run:
     find: Callable[[Any], Coverage]
     graph: bool = False
     processes: Processes | None = None
-    coupling: Coupling | None = None
+    batch: MiniBatch = field(default_factory=MiniBatch)
     coverage: Coverage | None = None
     draws: Draws = field(init=False)
 
     def join(self, finding: dict[str, Any]) -> None:
         """Make sure that the processes of a shared pass mean the same one."""
         if self.settings.statistics == "batch":
-            self.coupling = coupling_of(self.model, self.processes)
+            self.batch = mini_batch_of(self.model, self.processes)
         if self.processes is not None:
             likelihood = {"likelihood": self.likelihood.name, **self.likelihood.arguments}
             own = {"accumulation_dtype": self.dtype, "seed": self.seed, "graph": self.graph}
             self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
-        if self.coupling is not None and self.graph:
+        if self.batch.processes is not None and self.graph:
             raise XkfacError("graph=True cannot record what SyncBatchNorm layers send to other processes; leave it out")
 
     def checked(self, model: nn.Module, batch: Any) -> Tensor:
@@ -193,19 +191,13 @@ class _Run:
         with full_precision(device_of(self.model)):
             return finished(collectors, self.processes, examples, decompose=decompose)
 
-    def _moments(self, name: str) -> Moments:
-        coupled = self.settings.statistics == "batch"
-        if self.processes is None:
-            return Moments(name, self.settings.levels, self.settings.form, coupled=coupled)
-        return SharedMoments(name, self.settings.levels, self.settings.form, self.coupling, coupled=coupled)
-
     def first_collector(self, unit: Unit) -> Collector:
         """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""
         if self.settings.kind == "diagonal":
-            return SquareCollector(unit, self.dtype)
+            return SquareCollector(unit, self.dtype, self.batch)
         if self.settings.kind == "corrected":
-            return MarginalCollector(unit, self.dtype)
-        return FactorCollector(unit, self.dtype, self._moments(unit.name))
+            return MarginalCollector(unit, self.dtype, self.batch)
+        return FactorCollector(unit, self.dtype, self.settings, self.batch)
 
     def over(
         self, loader: Iterable[Any], collector: Callable[[Unit], Collector], **feed: Any
@@ -217,7 +209,7 @@ class _Run:
                 own = self._over(loader, collector, hooks, **feed)
         except Exception as caught:
             # Coupled processes wait for each other inside a batch, so that there is no moment to tell.
-            if self.processes is None or self.coupling is not None:
+            if self.processes is None or self.batch.processes is not None:
                 raise
             error = caught
         if self.processes is None:
@@ -242,13 +234,13 @@ class _Run:
         """Run over this process's data; return the collectors, None if there was none. `hooks` takes the model's."""
         device = device_of(self.model)
         generator = torch.Generator(device)
-        cotangents = Cotangents(self.settings.labels, self.likelihood, self.seed, generator, self.coupling)
-        rank, ranks = 0, 1
-        if self.processes is not None and self.coupling is None:
-            rank, ranks = self.processes.rank, self.processes.size
-        self.draws = Draws(self.settings, self.processes, self.coupling)
+        self.draws = Draws(self.settings, self.processes, self.batch)
         counted = self.draws.decide(loader, feed["max_batches"])
-        cotangents.draws = self.draws.per_batch
+        labels, draws = self.settings.labels, self.draws.per_batch
+        cotangents = Cotangents(labels, self.likelihood, self.seed, generator, self.batch, draws)
+        rank, ranks = 0, 1
+        if self.processes is not None and self.batch.processes is None:
+            rank, ranks = self.processes.rank, self.processes.size
         capture: Capture | None = None
         mode: Statistics | None = None
         noisy: NoisyWeights | None = None
@@ -265,8 +257,7 @@ class _Run:
                 work = partial(self._batch, capture, cotangents)
                 if self.graph:
                     work = Replayed(work, generator)
-            coupled = size if self.coupling is None else self.coupling.examples
-            if mode != (mode := self.settings.statistics if coupled > 1 else "population"):
+            if mode != (mode := self.settings.statistics if self.batch.whole(size) > 1 else "population"):
                 set_mode(self.model, mode)
             cotangents.begin_batch(place * ranks + rank)
             cotangents.check(batch)
@@ -281,30 +272,27 @@ class _Run:
         return capture.collectors
 
     def _steps(self, loader: Iterable[Any], device: torch.device, **feed: Any) -> Iterator[tuple[int, Any]]:
-        if self.processes is None:
-            return batches(loader, device, what="curvature", **feed)
-        if self.processes.rank > 0 and feed["progress"] is True:
+        if self.processes is not None and self.processes.rank > 0 and feed["progress"] is True:
             feed["progress"] = False
-        steps = batches(loader, device, what="curvature", may_be_none=True, **feed)
-        return steps if self.coupling is None else self.coupling.steps(steps)
+        return self.batch.steps(
+            batches(loader, device, what="curvature", may_be_none=self.processes is not None, **feed)
+        )
 
     def _collectors(self, collector: Callable[[Unit], Collector]) -> Collectors:
         assert self.coverage is not None
-        joint = JointCollector(self._moments("joint"), self.dtype) if self.settings.cross_layer else None
-        made: dict[str, Collector] = {}
+        linear = [unit for unit in self.coverage.units if unit.kind == "linear" and self.settings.cross_layer]
+        joint = JointCollector(linear, self.dtype, self.settings, self.batch) if linear else None
+        of: dict[str, Collector] = {}
         for unit in self.coverage.units:
             if unit.kind == "free":
-                made[unit.name] = SquareCollector(unit, self.dtype)
+                of[unit.name] = SquareCollector(unit, self.dtype, self.batch)
             elif unit.kind == "unmerged":
-                made[unit.name] = UnmergedCollector(unit, self.dtype, BoundUnit(self.model, unit))
+                of[unit.name] = UnmergedCollector(unit, self.dtype, self.batch, BoundUnit(self.model, unit))
             elif joint is not None and unit.kind == "linear":
-                made[unit.name] = JointMember(unit, self.dtype, joint)
+                of[unit.name] = JointMember(unit, self.dtype, joint)
             else:
-                made[unit.name] = collector(unit)
-        for one in made.values():
-            if isinstance(one, SquareCollector):
-                one.coupling = self.coupling
-        return Collectors(made, joint)
+                of[unit.name] = collector(unit)
+        return Collectors(of, joint)
 
     def _free(self) -> list[Unit]:
         assert self.coverage is not None

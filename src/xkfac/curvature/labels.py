@@ -16,8 +16,7 @@ from torch import Tensor
 
 from xkfac.curvature.moments import Draw
 from xkfac.curvature.operator import ENOUGH_DRAWS, Labels, Settings
-from xkfac.curvature.processes import Processes
-from xkfac.curvature.shared_moments import Coupling
+from xkfac.curvature.processes import MiniBatch, Processes
 from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.model.batches import labels_of
 from xkfac.model.likelihood import Likelihood
@@ -28,16 +27,16 @@ from xkfac.model.streams import counted
 class Cotangents:
     """Yields what backward passes begin with, batch by batch.
 
-    `draws` are those a batch. With a coupling, labels are drawn for the whole mini-batch, alike on all processes, and
-    an example's own loss is zero on those that do not have it.
+    `draws` are those per batch. Labels are drawn for the whole mini-batch, alike on all processes that have parts of
+    it, and an example's own loss is zero on those that do not have it.
     """
 
     labels: Labels
     likelihood: Likelihood
     seed: int
     generator: torch.Generator
-    coupling: Coupling | None = None
-    draws: int = 1
+    batch: MiniBatch
+    draws: int
     _outputs: dict[torch.Size, torch.Size] = field(default_factory=dict)  # shapes, by that of the labels
 
     def begin_batch(self, number: int) -> None:
@@ -82,17 +81,12 @@ class Cotangents:
         return labels
 
     def _sample(self, output: Tensor) -> Tensor:
-        if self.coupling is None:
-            return self.likelihood.sample(output, self.generator)
-        return self.coupling.own(self.likelihood.sample(self.coupling.rows(output.detach()), self.generator))
+        return self.batch.own(self.likelihood.sample(self.batch.rows(output.detach()), self.generator))
 
     def _examples(self, size: int) -> Iterator[int | None]:
         """Yield the places of the mini-batch's examples in this process's part, None for those of other processes."""
-        if self.coupling is None:
-            yield from range(size)
-            return
-        for rank, theirs in enumerate(self.coupling.sizes):
-            yield from (example if rank == self.coupling.processes.rank else None for example in range(theirs))
+        for rank, theirs in enumerate([size] if self.batch.processes is None else self.batch.sizes):
+            yield from (example if rank == self.batch.rank else None for example in range(theirs))
 
 
 class Draws:
@@ -102,8 +96,8 @@ class Draws:
     length is read ahead to count them, so that a stream gives what a list of the same batches gives.
     """
 
-    def __init__(self, settings: Settings, processes: Processes | None, coupling: Coupling | None) -> None:
-        self.settings, self.processes, self.coupling = settings, processes, coupling
+    def __init__(self, settings: Settings, processes: Processes | None, batch: MiniBatch) -> None:
+        self.settings, self.processes, self.batch = settings, processes, batch
         self.per_batch = settings.draws_over(0)
         self._counted = True
 
@@ -127,7 +121,7 @@ class Draws:
         if error is not None:
             raise error
         failed = [rank for rank, (_, _, failed) in enumerate(every) if failed]
-        if failed and self.coupling is not None:
+        if failed and self.batch.processes is not None:
             raise XkfacError(f"process {failed[0]} failed to get its batches; its own error says why")
         self._counted = all(known for _, known, _ in every)
         self.per_batch = self.settings.draws_over(self._together([number for number, _, _ in every]))
@@ -135,7 +129,7 @@ class Draws:
 
     def _together(self, batches: Sequence[int]) -> int:
         """Return the batches of the pass from those of its processes; coupled ones have parts of the same batches."""
-        return sum(batches) if self.coupling is None else max(batches)
+        return sum(batches) if self.batch.processes is None else max(batches)
 
     def check(self, batches: Sequence[int]) -> None:
         """Make sure that the number goes with the batches that came, by process.

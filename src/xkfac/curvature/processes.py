@@ -1,16 +1,19 @@
-"""The processes that share a curvature pass: what they agree on, and how tensors travel between them.
+"""The processes that share a curvature pass: what they agree on, what they add up, and the mini-batch at hand.
 
 A model that DistributedDataParallel wraps is the request to share, and says with whom. All that is sent lies on the
-model's device, in few flat buffers, symmetric matrices as triangles; nothing needs more of a backend than all_gather,
-all_reduce, reduce and broadcast, which Gloo and NCCL have.
+model's device, symmetric matrices as triangles; nothing needs more of a backend than all_gather, all_reduce and
+broadcast, which Gloo and NCCL have.
+
+Under SyncBatchNorm the mini-batch is that of all processes: N is the number of its examples, and where a factor squares
+a sum over examples (A' and H'' of the paper's form, H'' of the mean form, the gradient of a whole batch), the sum runs
+over those of all processes. Each process then counts the square by its share of the examples, so that sums over
+processes have it once.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,49 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from xkfac.curvature.gram import symmetric, triangle
 from xkfac.errors import XkfacError
 from xkfac.model.passes import device_of, parallel_of, unwrap
-
-BUFFER_BYTES = 2**26
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The shape and dtype of a tensor that travels; symmetric matrices [groups, F, F] travel as triangles."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    symmetric: bool = False
-
-    @classmethod
-    def of(cls, tensor: Tensor, *, symmetric: bool = False) -> Layout:
-        """Return the layout of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, symmetric)
-
-    def described(self) -> list[Any]:
-        """Return the layout as JSON holds it."""
-        return [list(self.shape), str(self.dtype).removeprefix("torch."), self.symmetric]
-
-    @classmethod
-    def read(cls, described: Sequence[Any]) -> Layout:
-        """Return the layout that `described` has described."""
-        shape, dtype, symmetric = described
-        return cls(tuple(shape), getattr(torch, dtype), symmetric)
-
-    @property
-    def elements(self) -> int:
-        """How many numbers travel."""
-        if self.symmetric:
-            return self.shape[0] * self.shape[1] * (self.shape[1] + 1) // 2
-        return math.prod(self.shape)
-
-    def packed(self, tensor: Tensor) -> Tensor:
-        """Return the numbers that travel, in one dimension."""
-        return (triangle(tensor) if self.symmetric else tensor).reshape(-1)
-
-    def unpacked(self, flat: Tensor) -> Tensor:
-        """Return the tensor of numbers that arrived, a copy."""
-        if self.symmetric:
-            return symmetric(flat.view(self.shape[0], -1))
-        return flat.view(self.shape).clone()
 
 
 class Processes:
@@ -102,64 +62,123 @@ class Processes:
                         "processes of a shared pass the same arguments"
                     )
 
-    def total_(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over all processes, in place."""
-        dist.all_reduce(tensor, group=self.group)
-        return tensor
+    def raise_first(self, errors: Iterable[str | None]) -> None:
+        """Raise XkfacError for the first process that has an error."""
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise XkfacError(f"process {rank} of the shared pass failed: {error}")
 
-    def totals(self, layouts: Sequence[Layout], tensors: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the sums over all processes; a process without tensors counts zero."""
-        return self._through(layouts, tensors, self.total_)
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes."""
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
 
-    def sums_at(self, owner: int, layouts: Sequence[Layout], tensors: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the sums over all processes at `owner`, nothing elsewhere; one without tensors counts zero."""
-        root = dist.get_global_rank(self.group, owner)
-        sums = self._through(
-            layouts, tensors, lambda flat: dist.reduce(flat, root, group=self.group), keep=self.rank == owner
-        )
-        return sums if self.rank == owner else []
+    def total_of_symmetric(self, matrices: Tensor) -> Tensor:
+        """Return the sum of symmetric matrices [groups, F, F] over all processes; their lower triangles travel."""
+        return symmetric(self.total(triangle(matrices)))
 
-    def copies_of(self, owner: int, layouts: Sequence[Layout], tensors: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the owner's tensors, as they arrive everywhere; only the owner gives any."""
-        root = dist.get_global_rank(self.group, owner)
-        return self._through(layouts, tensors, lambda flat: dist.broadcast(flat, root, group=self.group))
-
-    def _through(
-        self,
-        layouts: Sequence[Layout],
-        tensors: Sequence[Tensor] | None,
-        collective: Callable[[Tensor], Any],
-        *,
-        keep: bool = True,
-    ) -> list[Tensor]:
-        """Send tensors through a collective operation in flat buffers."""
-        arrived = []
-        for part in _buffers(layouts):
-            dtype = layouts[part[0]].dtype
-            if tensors is None:
-                flat = torch.zeros(sum(layouts[i].elements for i in part), dtype=dtype, device=self.device)
-            else:
-                flat = torch.cat([layouts[i].packed(tensors[i].to(self.device, dtype)) for i in part])
-            collective(flat)
-            if keep:
-                pieces = torch.split(flat, [layouts[i].elements for i in part])
-                arrived += [layouts[i].unpacked(piece) for i, piece in zip(part, pieces, strict=True)]
-        return arrived
+    def copy_of(self, tensor: Tensor, owner: int = 0) -> Tensor:
+        """Return a copy of the owner's tensor; that of another process says shape and dtype."""
+        copy = tensor.detach().contiguous().clone()
+        dist.broadcast(copy, dist.get_global_rank(self.group, owner), group=self.group)
+        return copy
 
 
-def _buffers(layouts: Sequence[Layout]) -> Iterator[list[int]]:
-    """Yield runs of places that share a buffer: one dtype, at most `BUFFER_BYTES` unless a single one is larger."""
-    run: list[int] = []
-    filled = 0
-    for place, layout in enumerate(layouts):
-        size = layout.elements * layout.dtype.itemsize
-        if run and (filled + size > BUFFER_BYTES or layout.dtype != layouts[run[0]].dtype):
-            yield run
-            run, filled = [], 0
-        run.append(place)
-        filled += size
-    if run:
-        yield run
+class MiniBatch:
+    """The mini-batch at hand: a process has all of it, or a part where `processes` share it under SyncBatchNorm."""
+
+    def __init__(self, processes: Processes | None = None) -> None:
+        self.processes = processes
+        self.sizes: list[int] = [1] * (1 if processes is None else processes.size)
+
+    @property
+    def rank(self) -> int:
+        """Whose part this process has."""
+        return 0 if self.processes is None else self.processes.rank
+
+    def whole(self, own: int) -> int:
+        """Return the number N of examples of the mini-batch, of which this process has `own`."""
+        return own if self.processes is None else sum(self.sizes)
+
+    @property
+    def share(self) -> float:
+        """The part of the examples that this process has."""
+        return self.sizes[self.rank] / sum(self.sizes)
+
+    def steps(self, batches: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yield (number of examples, batch) of this process, all processes one mini-batch after the other.
+
+        Raises XkfacError, on every process, when one has no batch while another has one, or failed to get it.
+        """
+        if self.processes is None:
+            yield from batches
+            return
+        while True:
+            try:
+                step = next(batches, None)
+            except Exception:
+                self.processes.gathered(-1)
+                raise
+            self.sizes = self.processes.gathered(0 if step is None else step[0])
+            if -1 in self.sizes:
+                raise XkfacError(f"process {self.sizes.index(-1)} failed to get its next batch; its own error says why")
+            if not any(self.sizes):
+                return
+            if step is None or 0 in self.sizes:
+                most = max(self.sizes)
+                raise XkfacError(
+                    f"process {self.sizes.index(0)} has no batch where process {self.sizes.index(most)} has one of "
+                    f"{most} examples; a mini-batch under SyncBatchNorm needs a part from every process, so give all "
+                    "the same number of batches"
+                )
+            yield step
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the parts of a mini-batch."""
+        return tensor if self.processes is None else self.processes.total(tensor)
+
+    def mean(self, own: Tensor) -> Tensor:
+        """Return the mean over a mini-batch from that over the part of this process."""
+        return own if self.processes is None else self.total(own * self.share)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all processes, [N, ...], from those of this one."""
+        if self.processes is None:
+            return tensor
+        most = tensor.new_zeros(max(self.sizes), *tensor.shape[1:])
+        most[: tensor.shape[0]] = tensor
+        every = [torch.empty_like(most) for _ in self.sizes]
+        dist.all_gather(every, most, group=self.processes.group)
+        return torch.cat([one[:size] for one, size in zip(every, self.sizes, strict=True)])
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Return the rows of this process from those of all."""
+        return rows if self.processes is None else torch.split(rows, self.sizes)[self.rank]
+
+
+def mini_batch_of(model: nn.Module, processes: Processes | None) -> MiniBatch:
+    """Return the mini-batches of a pass: the SyncBatchNorm layers of a model, if any, couple those of its processes.
+
+    Raises XkfacError when they span other processes than those of the pass.
+    """
+    norms = {path: module for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)}
+    for path, norm in norms.items():
+        if not dist.is_available() or not dist.is_initialized():
+            return MiniBatch()  # the layer is an ordinary BN then
+        group = norm.process_group or dist.group.WORLD
+        spanned = dist.get_process_group_ranks(group)
+        if processes is None and len(spanned) > 1:
+            raise XkfacError(
+                f"'{path}' is a SyncBatchNorm over {len(spanned)} processes; give the pass the DistributedDataParallel "
+                "model, so that they share it, or use per-process BatchNorm layers"
+            )
+        if processes is not None and spanned != dist.get_process_group_ranks(processes.group):
+            raise XkfacError(
+                f"'{path}' is a SyncBatchNorm over processes {spanned}, which are not those that share the pass; use "
+                "one process group for both"
+            )
+    return MiniBatch(processes if norms else None)
 
 
 def shared_out(costs: Mapping[str, int], processes: int) -> dict[str, int]:
@@ -187,11 +206,8 @@ def processes_of(model: nn.Module) -> Processes | None:
     own = unwrap(parallel)
     ignored = {name.removeprefix("module.") for name in parallel.parameters_to_ignore}
     if parallel.broadcast_buffers:
-        buffers = [buffer for name, buffer in own.named_buffers() if name not in ignored]
-        with torch.no_grad():
-            copies = processes.copies_of(0, [Layout.of(buffer) for buffer in buffers], buffers)
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.copy_(copy)
+        for buffer in (buffer for name, buffer in own.named_buffers() if name not in ignored):
+            buffer.data.copy_(processes.copy_of(buffer))
     named = {name: tensor for name, tensor in (*own.named_parameters(), *own.named_buffers()) if name not in ignored}
     _check_same(processes, named)
     return processes

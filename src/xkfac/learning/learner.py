@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
 from xkfac.learning.balance import Balance
-from xkfac.learning.begin_checks import Peeked, check_at_anchor, check_batch, check_not_replaced, check_recentring
+from xkfac.learning.begin_checks import check_at_anchor, check_batch, check_not_replaced, check_recentring
 from xkfac.learning.extending import Keep, check_keep, extended, with_options
 from xkfac.learning.frozen import Frozen
 from xkfac.learning.history import History
@@ -33,6 +33,7 @@ from xkfac.model.passes import (
     widest_dtype,
 )
 from xkfac.model.recentre import recentre as recentre_model
+from xkfac.model.streams import Stream
 from xkfac.penalty.implicit import Implicit
 from xkfac.penalty.step import PenalisedStep
 from xkfac.routing.router import Router
@@ -148,7 +149,7 @@ class Learner:
         self.memory = with_options(self.memory, forward=forward)
         with same_random_state():
             if loader is not None:
-                loader = Peeked(loader)
+                loader = Stream(loader, most=1)
                 check_batch(self._wrapped, self.memory, loader.first)
                 if recentre:
                     options: dict[str, Any] = {"max_batches": max_batches, "progress": progress}

@@ -71,10 +71,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The units of a network, and a row for every one of its parameters, then of the statistics of unmerged BN."""
+    """The units of a network, and a row for every one of its parameters, then of the statistics of unmerged BN.
+
+    input_rows: the first dimension of the input of every weight that a linear map has used, by the weight's name.
+    """
 
     units: tuple[Unit, ...]
     rows: tuple[Row, ...]
+    input_rows: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def noted(self, units: Iterable[str], note: str) -> Coverage:
         """Return the coverage with a note added to the rows of some units."""
@@ -116,7 +120,10 @@ class _Discovery(Trace):
         self.users: dict[str, set[str | None]] = defaultdict(set)
         self.output_users: dict[int, set[str | None]] = {}
 
-    def watch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
         arguments = [*tensors(args), *tensors(kwargs)]
         versions = [_version(tensor) for tensor in arguments]
         result = func(*args, **kwargs)
@@ -203,28 +210,6 @@ def find_units(
     across processes, called more than once, with a gamma or beta that is transformed or shared, or with a first
     dimension that is not the batch.
     """
-    return discover(
-        model,
-        batch,
-        merge=merge,
-        per_parameter=per_parameter,
-        exclude=exclude,
-        forward=forward,
-        synchronised=synchronised,
-    )[0]
-
-
-def discover(
-    model: nn.Module,
-    batch: Any,
-    *,
-    merge: bool,
-    per_parameter: bool,
-    exclude: Iterable[str],
-    forward: Forward | None,
-    synchronised: bool,
-) -> tuple[Coverage, dict[str, int]]:
-    """Do what `find_units` does; return also the first dimension of the input of every weight that linear maps use."""
     model = unwrap(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -236,16 +221,16 @@ def discover(
         model.eval()
         output = (forward or default_forward)(model, batch)
     trace._use(list(tensors(output)), None, ())
-    found = [] if per_parameter else list(_layers_and_norms(trace, size_of(batch), merge, excluded, synchronised))
-    taken = {name for unit in found for name in parameters_of(model, unit)}
+    units = [] if per_parameter else list(_layers_and_norms(trace, size_of(batch), merge, excluded, synchronised))
+    taken = {name for unit in units for name in parameters_of(model, unit)}
     for name, parameter in model.named_parameters():
         if name not in taken and name not in excluded:
-            found.append(Unit(name, "free", (1, 1, parameter.numel()), weight=name))
+            units.append(Unit(name, "free", (1, 1, parameter.numel()), weight=name))
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     # A BN without gamma and beta has no place among the parameters; where it is a unit by itself, it comes last.
-    found.sort(key=lambda unit: min((order[name] for name in parameters_of(model, unit)), default=len(order)))
-    coverage = Coverage(tuple(found), tuple(_rows(model, found, excluded, set(trace.users))))
-    return coverage, {weight: layer.calls[0].input.shape[0] for weight, layer in trace.layers.items()}
+    units.sort(key=lambda unit: min((order[name] for name in parameters_of(model, unit)), default=len(order)))
+    input_rows = {weight: layer.calls[0].input.shape[0] for weight, layer in trace.layers.items()}
+    return Coverage(tuple(units), tuple(_rows(model, units, excluded, set(trace.users))), input_rows)
 
 
 def parameters_of(model: nn.Module, unit: Unit) -> tuple[str, ...]:

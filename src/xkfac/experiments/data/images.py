@@ -25,12 +25,11 @@ from torch import Tensor
 from xkfac.experiments.data.digits import DataError, Part, Parts
 from xkfac.experiments.data.tree_files import FORMATS, MOST_PIXELS, reader
 from xkfac.experiments.data.trees import ImageFile, Tree, labels_of
-from xkfac.experiments.files import at_home, nearest
-from xkfac.experiments.packages import PackageError, imported
+from xkfac.experiments.files import at_home
+from xkfac.experiments.packages import imported
 
 PART_NAMES = ("train", "validation", "test")
 VERSION = 1  # of what a cache file holds
-MOST_WORKERS = 1024
 BLOCK = 64  # pictures that a process decodes at a time
 
 Resize = Literal["squash", "crop"]
@@ -42,10 +41,8 @@ def load_pictures(
     *,
     pixels: int,
     resize: Resize,
-    stored: int | None = None,
     validation: float,
     limit: int | None = None,
-    cache: Path | None = None,
     workers: int = 1,
     progress: Progress | None = None,
     parts: Sequence[str] = PART_NAMES,
@@ -53,48 +50,28 @@ def load_pictures(
     """Return the parts of a tree, memory-mapped from the cache; what is not in there is decoded first.
 
     path: where it is, or a tree that was listed before.
-    pixels: the side of a network's input. stored: the side S of the pictures returned, by default `pixels` for
-    "squash", which resizes to a square whatever the shape, and 256 / 224 of it for "crop", which resizes the shorter
-    side and takes the centre. Both resize as torchvision does; colours are RGB, and orientation tags are not heeded.
+    pixels: the side of a network's input. resize: "squash" resizes to a square of this side whatever the shape; "crop"
+    resizes the shorter side to 256 / 224 of it and takes the centre, of which evaluation leaves out a border. Both
+    resize as torchvision does; colours are RGB, and orientation tags are not heeded.
     validation, limit: see `Tree.split`; the validation part does not depend on `limit`.
-    cache: a folder, by default XKFAC_CACHE or ~/.cache/xkfac. Processes that ask for the same wait for the first.
     workers: processes that decode; with more than one a script needs its `if __name__ == "__main__"`.
-    progress: called with how many pictures are decoded, and of how many. parts: pictures of others are not opened.
-    Raises DataError when the tree is not as it must be, a picture cannot be read, or the cache cannot be written.
+    progress: called with how many images are decoded, and of how many. parts: images of others are not opened.
+
+    The cache is the folder XKFAC_CACHE, by default ~/.cache/xkfac. Processes that ask for the same wait for the first.
+    Raises DataError when the tree is not as it must be, an image cannot be read, or the cache cannot be written.
     """
-    stored = _stored(pixels, resize, stored)
-    if not 1 <= workers <= MOST_WORKERS or not set(parts) <= set(PART_NAMES):
-        raise DataError(
-            f"workers is {workers} and parts are {list(parts)}; workers must be at least 1 and at most {MOST_WORKERS}, "
-            f"and parts some of {', '.join(PART_NAMES)}"
-        )
-    try:
-        imported("PIL.Image", "an image")
-    except PackageError as error:
-        raise DataError(str(error)) from None
+    imported("PIL.Image", "an image")
+    stored = pixels if resize == "squash" else round(pixels * 256 / 224)
     tree = path if isinstance(path, Tree) else Tree.read(path)
     train, aside = tree.split(validation, limit)
     everything = {"train": train, "validation": aside, "test": tree.test}
     asked = {part: entries if part in parts else () for part, entries in everything.items()}
-    folder = at_home(cache or os.environ.get("XKFAC_CACHE") or "~/.cache/xkfac") / "pictures"
+    folder = at_home(os.environ.get("XKFAC_CACHE") or "~/.cache/xkfac") / "pictures"
     files = {part: folder / _cache_name(tree.path, part, asked[part], stored, resize) for part in PART_NAMES}
     with _Decoder(tree.path, stored, resize, workers) as decoder:
         _fill({files[part]: asked[part] for part in PART_NAMES if asked[part]}, decoder, progress)
-
     part_of = {part: Part(_mapped(files[part], len(of), stored), labels_of(of)) for part, of in asked.items()}
     return Parts(**part_of, classes=tree.classes)
-
-
-def _stored(pixels: int, resize: str, stored: int | None) -> int:
-    if resize not in ("squash", "crop"):
-        raise DataError(f"resize is '{resize}'{nearest(str(resize), ('squash', 'crop'))}; it is 'squash' or 'crop'")
-    if pixels < 1:
-        raise DataError(f"pixels is {pixels}; it must be at least 1")
-    if stored is None:
-        return pixels if resize == "squash" else round(pixels * 256 / 224)
-    if stored < pixels:
-        raise DataError(f"stored is {stored}; it must be at least as many as the {pixels} pixels of an input")
-    return stored
 
 
 def _fill(files: Mapping[Path, Sequence[ImageFile]], decoder: _Decoder, progress: Progress | None) -> None:
@@ -146,39 +123,22 @@ def _mapped(path: Path, count: int, stored: int) -> Tensor:
 
 @contextlib.contextmanager
 def _claimed(path: Path, size: int) -> Iterator[BinaryIO | None]:
-    """Yield a file that becomes `path` when all went well, held by this process alone; None when `path` is there.
-
-    The file is its own lock. Whoever waited for it finds that its name is gone or taken by another, and looks anew.
-    """
+    """Yield a file that becomes `path` when all went well, written by this process alone; None when `path` is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    while not _whole(path, size):
-        with part.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not _is_at(file, part):
-                continue
-            try:
-                if _whole(path, size):  # finished by another between the look at it and the claim
-                    part.unlink()
-                    continue
-                file.truncate(0)  # what a process that was killed has left
+    with path.with_name(f".{path.name}.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _whole(path, size):
+            yield None
+            return
+        part = path.with_name(f".{path.name}.part")  # one that a killed process left is written over
+        try:
+            with part.open("wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                part.replace(path)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
-            return
-    yield None
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file has that name still, which others may take away at any moment."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 class _Decoder:

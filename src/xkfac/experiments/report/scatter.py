@@ -6,20 +6,19 @@ better on the target are better on all tasks: as far as the two accuracies rank 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
+from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.report.drawing import Drawn, Key, Plot, multiples, shortened
-from xkfac.experiments.report.styles import INK, MARKERS, PALETTE, SOFT, Style, swatch
+from xkfac.experiments.report.drawing import Plot, multiples, shortened
+from xkfac.experiments.report.styles import INK, MARKERS, PALETTE, SOFT, Style
 from xkfac.experiments.report.tables import NOTHING, printable
 from xkfac.experiments.tuning.trials import Point
 
@@ -45,19 +44,13 @@ def rank_correlation(points: Sequence[Point]) -> float | None:
 
     None for fewer than three settings that did not diverge, or where one of the two is the same for all.
     """
-    there = [point for point in points if point.finite]
+    there = [point for point in points if point.target is not None]
     if len(there) < 3:
         return None
-    ranks = [_ranks([getattr(point, name) for point in there]) for name in ("target", "average")]
-    x, y = (rank - rank.mean() for rank in ranks)
-    size = math.sqrt(float(x @ x) * float(y @ y))
-    return float(x @ y) / size if size > 0 else None
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    array = np.asarray(values, dtype=float)
-    below, equal = ((of(array[:, None], array)).sum(1) for of in (np.greater, np.equal))
-    return np.asarray(below + (equal - 1) / 2, dtype=float)
+    pairs = [(point.target, point.average) for point in there]
+    if any(len(set(values)) == 1 for values in zip(*pairs, strict=True)):
+        return None
+    return float(spearmanr(pairs).statistic)
 
 
 def correlations(points: Sequence[Point]) -> list[Correlation]:
@@ -68,7 +61,7 @@ def correlations(points: Sequence[Point]) -> list[Correlation]:
         labels = list(dict.fromkeys(point.label for point in shown))
         for label in ("", *(labels if len(labels) > 1 else ())):
             some = [point for point in shown if label in ("", point.label)]
-            count = sum(point.finite for point in some)
+            count = sum(point.target is not None for point in some)
             found.append(Correlation(task, balanced, label, rank_correlation(some), count))
     return found
 
@@ -79,19 +72,19 @@ def _places(points: Sequence[Point]) -> list[tuple[bool, str]]:
     return [(balanced, task) for balanced in _ROWS if any(p.balanced is balanced for p in points) for task in tasks]
 
 
-def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = SCATTER) -> Drawn:
+def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = SCATTER) -> Plot:
     """Draw target against average accuracy, a column a task, with alpha in the top row and without in the bottom row.
 
     Both panels of a column have the same axes. Settings that diverged are in the CSV file, and counted in the note.
 
     Raises XkfacError when there are no points, or the folder cannot be written.
     """
-    if not any(point.finite for point in points):
+    if not any(point.target is not None for point in points):
         raise XkfacError("no setting of hyperparameters has accuracies yet; draw the scatter once some are measured")
     places = _places(points)
     styles = _styles(points)
     found = correlations(points)
-    limits = {task: _limits([p for p in points if p.task == task and p.finite]) for _, task in places}
+    limits = {task: _limits([p for p in points if p.task == task and p.target is not None]) for _, task in places}
 
     def fill(axes: Axes, position: int) -> None:
         balanced, task = places[position]
@@ -109,21 +102,15 @@ def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = S
     alts = [_alt(label, place, found) for label, place in zip(labels, places, strict=True)]
     header = [field.name for field in fields(Point)]
     alt = f"{title}. " + " ".join(alts)
-    plot = Plot(key, title, _note(points), alt, header, [_cells(point) for point in points])
-    files, panels = multiples(
-        plot, labels, alts, fill, _SIZE, len(limits), folder, lambda canvas: _legend(canvas, styles)
-    )
-    keys = tuple(Key(label, swatch(style)) for label, style in styles.items())
-    return Drawn(key, title, plot.note, *files, alt, "scatter", panels, keys)
+    plot = Plot(key, title, _note(points), alt, header, [astuple(point) for point in points])
+    return multiples(plot, labels, fill, _SIZE, len(limits), folder, lambda canvas: _legend(canvas, styles))
 
 
 def _styles(points: Sequence[Point]) -> dict[str, Style]:
     """Return colour and marker of each method, in the order in which they come."""
     labels = dict.fromkeys(point.label for point in points)
-    # A dash of nothing: a swatch shows the marker without a line, as the points are.
     return {
-        label: Style(PALETTE[i % len(PALETTE)], (0.0, 99.0), MARKERS[i % len(MARKERS)], 6.0)
-        for i, label in enumerate(labels)
+        label: Style(PALETTE[i % len(PALETTE)], (), MARKERS[i % len(MARKERS)], 6.0) for i, label in enumerate(labels)
     }
 
 
@@ -139,10 +126,10 @@ def _limits(points: Sequence[Point]) -> tuple[tuple[float, float], tuple[float, 
 
 def _draw_points(axes: Axes, points: Sequence[Point], styles: dict[str, Style]) -> None:
     for label, style in styles.items():
-        some = [point for point in points if point.label == label and point.finite]
+        some = [point for point in points if point.label == label and point.target is not None]
         look = {**style.plot, "linestyle": "none"}
         axes.plot([p.target for p in some], [p.average for p in some], alpha=0.85, **look)
-    chosen = [point for point in points if point.chosen and point.finite]
+    chosen = [point for point in points if point.chosen and point.target is not None]
     axes.plot([p.target for p in chosen], [p.average for p in chosen], markeredgewidth=1.4, zorder=4, **_RING)
 
 
@@ -190,11 +177,7 @@ def _note(points: Sequence[Point]) -> str:
         "Each point is one setting of learning rate and damping; rings are the settings that were chosen. ρ is "  # noqa: RUF001
         "Spearman's rank correlation of the two accuracies: near 1, what is best on the target is best on average."
     )
-    lost = sum(not point.finite for point in points)
+    lost = sum(not point.target is not None for point in points)
     if lost:
         note += f" {lost} of {len(points)} settings diverged and are not shown."
     return note
-
-
-def _cells(point: Point) -> list[Any]:
-    return [("" if isinstance(cell, float) and not math.isfinite(cell) else cell) for cell in astuple(point)]

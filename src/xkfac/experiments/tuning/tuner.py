@@ -161,14 +161,14 @@ class Tuner:
         self, job: TunedJob, task: int, point: GridPoint, trial: TrialFolder
     ) -> tuple[JobRun, dict[str, Tensor]]:
         """Return a job that is about to learn a task with a setting, from the state that the chosen one before left."""
-        line, folder = point.of(job.line) if task else job.line, trial.job
+        line = point.of(job.line) if task else job.line
         learning = JobRun(
             line,
-            folder.seed,
+            trial.seed,
             self._sequence(job).restricted(task),
-            folder,
+            trial,
             self.checkpoint_seconds,
-            floors=self.run.floors(folder.seed) if line.balance and task else {},
+            floors=self.run.floors(trial.seed) if line.balance and task else {},
             autocast=autocast_of(self.run),
         )
         weights = job.stage(task - 1).weights() if task and line.method != SINGLE else None
