@@ -70,7 +70,7 @@ def test_the_ten_lines_learn_a_tree_and_keep_another(tmp_path, monkeypatch):
         "--weights",
         str(tmp_path / "old.safetensors"),
     ]
-    settings = ["--model", "timm:test_resnet", "--pixels", "16", "--epochs", "4", "--device", "cpu"]
+    settings = ["--model", "timm:test_resnet", "--pixels", "16", "--epochs", "4", "--lr", "0.05", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", [str(IMAGENET), *trees, *settings])
     monkeypatch.setattr(xkfac, "consolidate", functools.partial(xkfac.consolidate, draws=2))
     with short_calibrations():
