@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from numbers import Real
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from xkfac.errors import XkfacError
 from xkfac.learning.balance import Balance
 from xkfac.learning.begin_checks import check_at_anchor, check_batch, check_not_replaced, check_recentring
-from xkfac.learning.extending import Keep, check_keep, extended, with_options
+from xkfac.learning.extending import with_options
 from xkfac.learning.frozen import Frozen
 from xkfac.learning.history import History
 from xkfac.learning.step_guard import StepGuard
-from xkfac.memory import Memory
+from xkfac.memory import Memory, estimate_for
 from xkfac.methods import get_method
 from xkfac.model.batches import Forward
 from xkfac.model.likelihood import Likelihood
@@ -316,7 +316,7 @@ class Learner:
         self,
         loader: Iterable[Any],
         *,
-        keep: Keep = "average",
+        keep: Literal["average", "all"] = "average",
         likelihood: str | Likelihood | None = None,
         exclude: Iterable[str] | None = None,
         forward: Forward | None = None,
@@ -335,26 +335,28 @@ class Learner:
 
         Raises XkfacError where nothing has protected the past, since `objective` was never called.
         """
-        check_keep(keep)
+        if keep not in ("average", "all"):
+            raise XkfacError(f"keep is '{keep}'; it must be 'average' or 'all'")
         if not self._closed:
             self._guard.check_learnt()
         self.close()
         memory = with_options(self.memory, likelihood=likelihood, exclude=exclude, forward=forward)
         if router is not None:
             router.add_task(router.active_task, loader, max_batches=max_batches, progress=progress)
-        return extended(
-            memory,
+        new = estimate_for(
             self.method,
             self._wrapped,
             loader,
-            self.importance,
-            keep,
+            likelihood=memory.likelihood,
+            exclude=memory.exclude,
+            forward=memory.forward,
             max_batches=max_batches,
             accumulation_dtype=accumulation_dtype,
             seed=seed,
             progress=progress,
             graph=graph,
         )
+        return memory.extend(self.model, new, weights=self.importance, keep_all=keep == "all")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint in the middle of a task needs beside the model's and the optimizer's state."""
