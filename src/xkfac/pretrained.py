@@ -68,10 +68,11 @@ def load_pretrained(folder: str | Path, model: nn.Module) -> Memory:
 def card(memory: Memory, network: str | None = None) -> str:
     """Return a model card of a memory in Markdown, with the header that the Hugging Face hub reads."""
     tasks = "1 task" if memory.tasks == 1 else f"{memory.tasks} tasks"
-    found = memory.calibration
+    calibration = memory.calibration
     measured = "none"
-    if found is not None:
-        measured = f"penalty times {found.scale:.3g}, trusted up to {found.radius:.3g}; {found.examples:,} examples"
+    if calibration is not None:
+        measured = f"penalty times {calibration.scale:.3g}, trusted up to {calibration.radius:.3g}; "
+        measured += f"{calibration.examples:,} examples"
     facts = {
         "network": network or "not recorded",
         "tasks": str(memory.tasks),

@@ -292,11 +292,11 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _task_layer(layer: nn.Module, tasks: list[str], weights: Mapping[str, Tensor]) -> TaskLayer:
     """Return a `TaskLayer` made of copies of a layer, linear ones with as many outputs as their weights have."""
-    made = TaskLayer(layer, tasks)
+    layers = TaskLayer(layer, tasks)
     for task in tasks if isinstance(layer, nn.Linear) else ():
         outputs, inputs = weights[f"{task}.weight"].shape
-        made.of[task] = nn.Linear(inputs, outputs, f"{task}.bias" in weights)
-    return made.to(device_of(layer)).train(layer.training)
+        layers.of[task] = nn.Linear(inputs, outputs, f"{task}.bias" in weights)
+    return layers.to(device_of(layer)).train(layer.training)
 
 
 def _unit(variance: Tensor, blocks: list[int]) -> Tensor:
