@@ -1,14 +1,31 @@
-"""The options that a memory goes on with."""
+"""Extend a memory by a task that a network has learnt: the options that it goes on with, and the pass itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any, Literal
 
-from xkfac.memory import Memory
+from torch import nn
+
+from xkfac.errors import XkfacError
+from xkfac.memory import Memory, estimate_for
+from xkfac.methods import Method
 from xkfac.model.batches import Forward
 from xkfac.model.likelihood import Likelihood, get_likelihood
+from xkfac.model.passes import unwrap
 from xkfac.model.units import as_patterns
+
+Keep = Literal["average", "all"] | int
+
+
+def check_keep(keep: Keep) -> int | None:
+    """Return how many products are kept, None for all; raise XkfacError for another word than `Keep` has."""
+    if keep in ("average", "all"):
+        return 1 if keep == "average" else None
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise XkfacError(f"keep is {keep!r}; it must be 'average', 'all' or a whole number of at least 1")
+    return keep
 
 
 def with_options(
@@ -25,3 +42,22 @@ def with_options(
         exclude=memory.exclude if exclude is None else as_patterns(exclude),
         forward=memory.forward if forward is None else forward,
     )
+
+
+def extended(
+    memory: Memory,
+    method: Method,
+    model: nn.Module,
+    loader: Iterable[Any],
+    importance: tuple[float, float],
+    keep: Keep = "average",
+    **options: Any,
+) -> Memory:
+    """Return the memory of one task more, whose curvature is estimated on `loader` with the memory's options.
+
+    options: those of `estimate` beside them, such as `max_batches` and `seed`.
+    """
+    most = check_keep(keep)
+    own = {"likelihood": memory.likelihood, "exclude": memory.exclude, "forward": memory.forward}
+    new = estimate_for(method, model, loader, **own, **options)
+    return memory.extend(unwrap(model), new, weights=importance, keep=most)
