@@ -29,9 +29,10 @@ options.add_argument("--source", default="imagenet1000-128", help="the tree that
 options.add_argument("--target", default="cars196-128", help="the tree that it learns")
 options.add_argument("--pixels", type=int, default=128)
 options.add_argument("--epochs", type=int, default=8)
+options.add_argument("--lr", type=float, default=0.4, help="of the first epoch; it falls along a half cosine")
 options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 args = options.parse_args()
-BATCH, LR, LAST_LR, MOMENTUM = 32, 0.05, 1e-4, 0.9
+BATCH, LAST_LR = 32, 1e-4
 PREPARE = Augmentation(args.pixels, scale=(1.0, 1.0))  # normalise, and mirror at random
 
 
@@ -75,16 +76,12 @@ memory = xkfac.calibrate(model, memory, held_out_source_loader)  # measure how s
 memory.save("source.safetensors")
 
 xkfac.enter_task(model, "target")  # its head learns, that of the source stands still
+optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(args.epochs - 1, 1), LAST_LR)
 memory = xkfac.Memory.load("source.safetensors", model)  # later, elsewhere, without the data
 learner = xkfac.Learner(model, memory)
-learner.begin(target_loader)
-steady = min(LR, learner.stable_lr(MOMENTUM) / 2)  # a new head can take longer steps than what is protected
-print(f"{memory}; learning rate of what is protected: {steady:.3g}", flush=True)
-protected = set(learner.protected)
-free = [parameter for parameter in model.parameters() if parameter not in protected]
-groups = [{"params": free, "lr": LR}, {"params": list(protected), "lr": steady}]
-optimizer = torch.optim.SGD(groups, momentum=MOMENTUM)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(args.epochs - 1, 1), min(LAST_LR, steady))
+learner.begin(target_loader, optimizer)
+print(memory, flush=True)
 for epoch in range(args.epochs):
     model.train()
     for x, y in target_loader:

@@ -22,10 +22,10 @@ memory.save("source.safetensors")
 unprotected = copy.deepcopy(model)
 fine_tune(unprotected, target_loader)
 
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 memory = xkfac.Memory.load("source.safetensors", model)  # later, elsewhere, without the data
 learner = xkfac.Learner(model, memory)
-learner.begin(target_loader)
-optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+learner.begin(target_loader, optimizer)
 model.train()
 for _ in range(5):
     for x, y in target_loader:

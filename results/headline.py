@@ -80,14 +80,10 @@ def _of_line(spec, run):
     if spec.get("average", True) is not True:
         return line.curve(JobResult.average_accuracy)[spec["average"] - 1]
     (tables,) = image_tables([run])
-    (place,) = (i for i, entry in enumerate(tables.entries) if entry.name == spec["line"])
-    row = tables.accuracies[place]
+    (own,) = (own for own in tables.lines if own.entry.name == spec["line"])
     if "task" in spec or "average" in spec:
-        return row.average if "average" in spec else row.accuracies.get(spec["task"])
-    for shares in tables.shares:  # of the lines that compete
-        if shares.label == tables.entries[place].label:
-            return shares.kept if "kept" in spec else shares.shares.get(spec["share"])
-    return None
+        return own.average if "average" in spec else own.accuracies.get(spec["task"])
+    return own.kept if "kept" in spec else own.shares.get(spec["share"])
 
 
 def from_csv(spec):

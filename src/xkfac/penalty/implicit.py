@@ -74,6 +74,11 @@ class Implicit:
             torch._foreach_copy_(before, self(known, before))
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All matrices, for a checkpoint."""
+        return [getattr(part, name) for _, part in self._groups for name in part.tensors]
+
+    @property
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients are changed."""
         return [parameter for members, _ in self._groups for parameter in members]
@@ -81,6 +86,8 @@ class Implicit:
 
 class _Scaled:
     """A diagonal matrix, `values` [n, ...]."""
+
+    tensors = ("values",)
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.shape = values, values.shape[1:]
@@ -95,6 +102,8 @@ class _Scaled:
 
 class _Mixed:
     """Matrices [n, C, C] on vectors, `groups` of them on each one."""
+
+    tensors = ("matrices",)
 
     def __init__(self, matrices: Tensor, groups: int) -> None:
         self.matrices, self.groups, self.shape = matrices, groups, (groups, *matrices.shape[1:])
@@ -120,6 +129,8 @@ class _Turned:
 
     The columns of G are in the order of `member`, in which weights lie in memory.
     """
+
+    tensors = ("left", "right", "change")
 
     def __init__(self, member: Member, left: Tensor, right: Tensor, change: Tensor) -> None:
         self.member, self.left, self.right, self.change = member, left, right, change
@@ -148,7 +159,7 @@ class _Turned:
 
     @classmethod
     def stacked(cls, parts: Sequence[Any]) -> _Turned:
-        whole = [torch.cat([getattr(part, name) for part in parts]) for name in ("left", "right", "change")]
+        whole = [torch.cat([getattr(part, name) for part in parts]) for name in cls.tensors]
         return cls(parts[0].member, *whole)
 
     def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
