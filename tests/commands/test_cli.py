@@ -30,7 +30,7 @@ def no_report(monkeypatch):
     def written(runs, folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.html").write_text("")
-        return folder / "report.html"
+        return folder / "report.html", []
 
     monkeypatch.setattr(page, "write_report", written)
 

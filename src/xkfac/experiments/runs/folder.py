@@ -31,7 +31,6 @@ from xkfac.experiments.records import FACTS, FACTS_FREE, RECIPE_DIGEST, fault
 from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError, digest_of, write_text, writing
 from xkfac.experiments.runs.results import LineResults, RunResults
 
-
 _MOMENT = 0.1  # seconds; whoever only asks whether a run is in use holds its lock for less
 
 
