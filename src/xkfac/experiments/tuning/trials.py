@@ -16,10 +16,8 @@ comes next finds every piece either done or free.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -360,23 +358,6 @@ def tuned_jobs(run: RunFolder) -> list[TunedJob]:
     """Return the jobs of a run, networks of their own first, because others wait for their losses."""
     jobs = [TunedJob(run, folder) for folder in run.jobs()]
     return sorted(jobs, key=lambda job: job.line.method != SINGLE)
-
-
-@contextlib.contextmanager
-def held(path: Path) -> Iterator[bool]:
-    """Try to lock a file for as long as this lasts; yield whether it worked. A lock ends with its process."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(handle)
 
 
 def remove(*paths: Path) -> None:
