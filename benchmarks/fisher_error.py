@@ -19,7 +19,8 @@ from common import batches, convnet, digits, keep, mlp, provenance, train
 from torch import Tensor, nn
 
 import xkfac
-from xkfac.curvature.moments import batch_gradient, unit_gradients, unit_inputs
+from xkfac.curvature.moments import batch_gradient, unit_gradients
+from xkfac.curvature.patches import Patches
 from xkfac.model.units import Unit
 
 CURVATURES: dict[str, dict[str, str]] = {
@@ -51,7 +52,8 @@ def exact_fisher(net: nn.Sequential, data: list[Tensor], units: tuple[Unit, ...]
             for label in range(log_p.shape[1]):
                 gradients = torch.autograd.grad(-log_p[n, label], ends, retain_graph=True)
                 for unit, gradient in zip(units, gradients, strict=True):
-                    a = unit_inputs(unit, inputs[names[unit.name]], torch.float64)
+                    patches = Patches(unit)
+                    a = patches.unrolled(patches.image([inputs[names[unit.name]]], torch.float64))
                     flat = batch_gradient(a, unit_gradients(unit, gradient, torch.float64))[0].T.flatten()
                     total[unit.name] = total[unit.name] + log_p[n, label].exp().detach() * torch.outer(flat, flat)
     examples = sum(len(x) for x in data)

@@ -9,31 +9,31 @@ from digits import accuracy, fine_tune, images, loaders, network
 import xkfac
 
 torch.manual_seed(0)
-source, held_out_source, source_test = loaders(*images(task=0))
-target, _, target_test = loaders(*images(task=1))
+source, held_out_source_loader, source_test = loaders(*images(task=0))
+target_loader, _, target_test = loaders(*images(task=1))
 model = network()
 fine_tune(model, source, epochs=8)
 before = accuracy(model, source_test)
 
-memory = xkfac.consolidate(model, held_out_source)  # once, while the source data is there
-memory = xkfac.calibrate(model, memory, held_out_source)
+memory = xkfac.consolidate(model, held_out_source_loader)  # once, while the source data is there
+memory = xkfac.calibrate(model, memory, held_out_source_loader)
 memory.save("source.safetensors")
 
 unprotected = copy.deepcopy(model)
-fine_tune(unprotected, target)
+fine_tune(unprotected, target_loader)
 
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 memory = xkfac.Memory.load("source.safetensors", model)  # later, elsewhere, without the data
 learner = xkfac.Learner(model, memory)
-learner.begin(target)
-optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+learner.begin(target_loader, optimizer)
 model.train()
 for _ in range(5):
-    for x, y in target:
+    for x, y in target_loader:
         loss = learner.objective(F.cross_entropy(model(x), y))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-memory = learner.finish(target)  # the memory of both tasks
+memory = learner.finish(target_loader)  # the memory of both tasks
 
 forgetful, kept = accuracy(unprotected, source_test), accuracy(model, source_test)
 print(f"source before {before:.1f}%, after fine-tuning {forgetful:.1f}%, with xkfac {kept:.1f}%")

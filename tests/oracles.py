@@ -144,3 +144,20 @@ def xkfac(a, a_prime, h_prime, h_second, size):
     """Return XK-FAC as eq. bnsimple writes it, [groups, C D, C D]."""
     extra = (size * a_prime - a) / max(size - 1, 1)
     return dense(a, h_prime) + dense(extra, h_second - h_prime)
+
+
+def input_factors(batches, levels, form):
+    """Return the input factor of every level from inputs x [groups, N, S, D] batch by batch, all blocks written out."""
+    examples = sum(x.shape[1] for x in batches)
+    factors = [0] * len(levels)
+    population = None
+    if form == "mean" and len(levels) > 1:  # by location, or over everything
+        everything = batches if 2 not in levels[-1] else [x.flatten(1, 2)[:, :, None] for x in batches]
+        population = torch.cat(everything, 1).mean(1, keepdim=True)
+    for x in batches:
+        means = [x, *(x.mean(level, keepdim=True) for level in levels[1:])]
+        means[-1] = means[-1] if population is None else population
+        for k, mean in enumerate(means):
+            part = (mean - means[k + 1] if k + 1 < len(means) else mean).expand_as(x)
+            factors[k] = factors[k] + torch.einsum("gnsi,gnsj->gij", part, part) / examples
+    return factors

@@ -109,7 +109,7 @@ class Coarse(TorchDispatchMode):
 def test_the_move_of_the_origin_is_not_rounded_at_a_coarse_precision():
     # Patches of 0 and 1 are exact in bfloat16, their mean 1/3 is not.
     unit = Unit("conv", "conv", (1, 1, 4), convolution=Convolution((1, 1), (2, 2), ((0, 0), (0, 0)), (1, 1)))
-    deviations = Deviations("unit", Patches(unit), GROUPINGS["paper"])
+    deviations = Deviations(Patches(unit), GROUPINGS["paper"])
     with Coarse():
         deviations.add(torch.zeros(1, 4, 5, 5))
         deviations.add(torch.stack([torch.ones(4, 5, 5), torch.zeros(4, 5, 5)]))

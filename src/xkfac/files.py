@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import io
 import json
 import math
-import operator
 import os
 import secrets
 import stat
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from xkfac.curvature.gram import symmetric, triangle
@@ -24,17 +23,9 @@ from xkfac.errors import MemoryFileError
 
 FORMAT = "xkfac-memory"
 VERSION = 1
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.int16: "I16",
-    torch.int64: "I64",
-}
-_OF_NETWORKS = {
-    **_DTYPES,
-    **{torch.float16: "F16", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"},
-}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+_DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 _STEPS = 32767  # of a correlation in 16 bits, from 0 to 1
 
 
@@ -112,7 +103,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     path = Path(path)
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     for name, tensor in ready.items():
-        if tensor.dtype not in _OF_NETWORKS:
+        if tensor.dtype not in _DTYPES:
             raise MemoryFileError(f"'{path}' cannot hold '{name}', which is of {tensor.dtype}; convert it first")
     try:
         with replacing(_target(path)) as temporary:
@@ -167,7 +158,7 @@ def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     for name in _order(tensors):
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _OF_NETWORKS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
@@ -217,62 +208,25 @@ def read(path: str | Path, format: str = FORMAT) -> tuple[dict[str, Any], dict[s
     path = Path(path)
     try:
         _check_file(path)
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            _check_header(path, metadata, format)
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, it is no mapping
+        # The digest is over the content; the header itself must be, byte for byte, the one that `write` makes.
+        head = _head(tensors, metadata)
         with path.open("rb") as file:
-            metadata, tensors = _read_head(file, path, format)
-            # The digest is over the content; the header itself must be, byte for byte, the one that `write` makes.
-            head = _head(tensors, metadata)
-            file.seek(0)
-            whole = file.read(len(head)) == head and _fill(file, tensors)
+            whole = file.read(len(head)) == head
         whole = whole and _digest(format, metadata["version"], metadata["description"], tensors) == metadata["digest"]
         description = json.loads(metadata["description"]) if whole else None
     except MemoryFileError:
         raise
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, MemoryError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, LookupError, TypeError, MemoryError) as error:
         raise MemoryFileError(
             f"'{path}' cannot be read, is truncated, damaged, or no safetensors file ({error}); fetch or make it again"
         ) from None
     if not isinstance(description, dict):
         raise MemoryFileError(f"'{path}' is damaged: its content does not match its digest; fetch or make it again")
     return description, tensors
-
-
-def _read_head(file: io.BufferedReader, path: Path, format: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the metadata of a file and its tensors, whose numbers are still to be read.
-
-    No more memory is asked for than the file is large, whatever its header says.
-    """
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
-    if length > size - 8:
-        raise ValueError("its header is cut off")
-    entries = json.loads(file.read(length))
-    metadata = entries.pop("__metadata__", {})
-    if not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata is no text")
-    _check_header(path, metadata, format)
-    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
-    tensors, left = {}, size - 8 - length
-    for name, entry in entries.items():
-        shape, dtype = entry["shape"], dtypes[entry["dtype"]]
-        left -= math.prod(map(operator.index, shape)) * dtype.itemsize
-        if min(shape, default=0) < 0 or left < 0:
-            raise ValueError("it is shorter than its header says")
-        tensors[name] = torch.empty(shape, dtype=dtype)
-    if left:
-        raise ValueError("it is longer than its header says")
-    return metadata, tensors
-
-
-def _fill(file: io.BufferedReader, tensors: Mapping[str, Tensor]) -> bool:
-    """Read the numbers of tensors from where a file is; return whether they were all there, and nothing else."""
-    for name in _order(tensors):
-        place = memoryview(_raw(tensors[name])).cast("B")
-        while place:
-            count = file.readinto(place)
-            if not count:
-                return False
-            place = place[count:]
-    return not file.read(1)
 
 
 def _check_file(path: Path) -> None:

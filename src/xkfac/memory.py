@@ -16,13 +16,13 @@ from xkfac.calibration import Calibration
 from xkfac.curvature.estimate import Estimate, estimate
 from xkfac.curvature.operator import Curvature, is_finite
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
-from xkfac.memory_file import BLOCKS, STORED, named, packed, rebuilt
+from xkfac.memory_file import BLOCKS, STORED, Description, Joint, Likely, packed, rebuilt
 from xkfac.methods import Method, MethodOptions, get_method
 from xkfac.model.batches import Forward
 from xkfac.model.likelihood import Likelihood, get_likelihood
 from xkfac.model.merged_weight import anchor_of, bind
 from xkfac.model.passes import Progress, device_of, full_precision, unwrap
-from xkfac.model.structure import Pass, check_structure, leave_out
+from xkfac.model.structure import check_structure, leave_out
 from xkfac.model.units import Coverage, Row, Unit, as_patterns
 from xkfac.task_layers import own_patterns
 
@@ -86,27 +86,26 @@ class Memory:
             exclude=tuple(dict.fromkeys([*self.exclude, *patterns])),
         )
 
-    def extend(
-        self, model: nn.Module, new: Estimate, *, weights: tuple[float, float], keep_all: bool = False
-    ) -> Memory:
+    def extend(self, model: nn.Module, new: Estimate, *, weights: tuple[float, float], keep: int | None = 1) -> Memory:
         """Return the memory of one task more: H <- ls * H + lt * H_t for weights (ls, lt), anchored at `model`.
 
-        Two terms become one Kronecker product that has the trace of their weighted sum (see
-        `curvature.averaging`), or with `keep_all` all are kept; a unit of one side alone counts zero on the other.
+        At most `keep` tasks have Kronecker products of their own; further ones are averaged into products that have
+        the trace of the weighted sum (see `curvature.averaging`). None keeps all. A unit of one side alone counts zero
+        on the other.
 
         Raises MismatchError when a unit was found in another shape, or made of other parts, than before.
         """
         for value in weights:
             if not 0 <= value < float("inf"):
                 raise XkfacError(f"the importance of a task must be a number of at least 0, not {value}")
-        check_structure(self.coverage, Pass(new.coverage))
+        check_structure(self.coverage, new.coverage)
         units = {unit.name: unit for unit in (*self.units, *new.coverage.units)}
         rows = {row.parameter: row for row in self.coverage.rows}
         rows.update({r.parameter: r for r in new.coverage.rows if r.unit != "-" or r.parameter not in rows})
         homogeneous = {unit.name for unit in units.values() if unit.homogeneous}
         before = self.curvature.to(device_of(unwrap(model)))
         with full_precision(device_of(unwrap(model))):
-            extended = before.extend(new.curvature, *weights, keep_all=keep_all, homogeneous=homogeneous)
+            extended = before.extend(new.curvature, *weights, keep=keep, homogeneous=homogeneous)
         anchor, curvature = _uniform(_anchor(model, units.values()), extended)
         return replace(
             self,
@@ -141,7 +140,7 @@ class Memory:
                 raise XkfacError(
                     f"numbers of unit '{unit}' are not finite in {dtype}; make the memory again, or save it in float64"
                 )
-        storage.write(path, {**self._description(), "roots": False}, self._stored(dtype))
+        storage.write(path, asdict(self._description()), self._stored(dtype))
 
     def _stored(self, dtype: torch.dtype) -> dict[str, Tensor]:
         exact = torch.promote_types(dtype, torch.float32)
@@ -152,22 +151,22 @@ class Memory:
             tensors.update(packed("joint", self.curvature.joint, dtype))
         return tensors
 
-    def _description(self) -> dict[str, Any]:
+    def _description(self) -> Description:
         names = {block: name for name, block in BLOCKS.items()}
         joint = self.curvature.joint
-        return {
-            "tasks": self.tasks,
-            "examples": self.examples,
-            "exclude": list(self.exclude),
-            "method": asdict(self.method),
-            "likelihood": named(self.likelihood),
-            "units": [asdict(unit) for unit in self.units],
-            "rows": [asdict(row) for row in self.coverage.rows],
-            "blocks": {name: names[type(block)] for name, block in self.curvature.blocks.items()},
-            "calibration": self.calibration and asdict(self.calibration),
-            "forward": self.forward is not None,
-            "joint": joint and {"units": self.curvature.joint_units, "rows": joint.rows, "columns": joint.columns},
-        }
+        return Description(
+            self.tasks,
+            self.examples,
+            self.exclude,
+            self.method,
+            Likely.of(self.likelihood),
+            self.units,
+            self.coverage.rows,
+            {name: names[type(block)] for name, block in self.curvature.blocks.items()},
+            self.calibration,
+            self.forward is not None,
+            joint and Joint(self.curvature.joint_units, joint.rows, joint.columns),
+        )
 
     @classmethod
     def load(

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests import oracles
 from xkfac.curvature import input_moments
 from xkfac.curvature.input_moments import Deviations, Rows
-from xkfac.curvature.moments import GROUPINGS, KFAC, Moments, unit_inputs
+from xkfac.curvature.moments import GROUPINGS, KFAC
 from xkfac.curvature.patches import Patches
 from xkfac.model.units import find_units
 
@@ -56,10 +57,10 @@ def test_settled_deviations_are_the_covariance_by_location(layer):
     images = [torch.randn(size, *shape).double() + shift for size, shift in ((2, 40), (5, 1), (3, 2))]
     (unit,) = find_units(net, images[0]).units
     patches = Patches(unit)
-    taken = Deviations("unit", patches, GROUPINGS["paper"])
+    taken = Deviations(patches, GROUPINGS["paper"])
     for image in images:
-        taken.add(patches.image(image, image.dtype))
-    x = torch.cat([unit_inputs(unit, image, image.dtype) for image in images], 1)
+        taken.add(patches.image([image], image.dtype))
+    x = torch.cat([patches.unrolled(patches.image([image], image.dtype)) for image in images], 1)
     first = x[:, :2].mean(1, keepdim=True)
     (of,) = taken._of.values()
     torch.testing.assert_close(patches.unrolled(of.origin), first)
@@ -79,14 +80,12 @@ def test_kfac_of_a_layer_with_one_position_in_some_batches_and_several_in_others
     net = nn.Sequential(nn.Linear(5, 2, bias=bias)).double()
     inputs = [torch.randn(3, positions, 5).double() + 1 for positions in order]
     (unit,) = find_units(net, inputs[0]).units
-    moments, patches, expected = Moments("unit", KFAC, "paper"), Patches(unit), 0
-    take = moments.images(patches)
-    for input in inputs:
-        take(patches.image(input, input.dtype))
-        x = unit_inputs(unit, input, input.dtype)
-        expected = expected + torch.einsum("gnsi,gnsj->gij", x, x)
-    examples = 3 * len(order)
-    torch.testing.assert_close(moments.terms(2, examples)[0].left, expected / examples)
+    patches = Patches(unit)
+    taken, images = Deviations(patches, KFAC), [patches.image([input], input.dtype) for input in inputs]
+    for image in images:
+        taken.add(image)
+    expected = oracles.input_factors([patches.unrolled(image) for image in images], KFAC, "paper")
+    torch.testing.assert_close(taken.factors(3 * len(order)), expected)
 
 
 def test_a_mean_by_location_is_kept_of_the_image_alone():
@@ -94,11 +93,10 @@ def test_a_mean_by_location_is_kept_of_the_image_alone():
     net = nn.Sequential(nn.Conv2d(16, 2, 3, padding=1))
     image = torch.randn(4, 16, 20, 20)
     (unit,) = find_units(net, image).units
-    moments, patches = Moments("unit", GROUPINGS["paper"], "mean"), Patches(unit)
-    take = moments.images(patches)
+    taken = Deviations(Patches(unit), GROUPINGS["paper"])
     for _ in range(2):
-        take(image)
-    (of,) = moments._deviations._of.values()
+        taken.add(image)
+    (of,) = taken._of.values()
     held = [value for value in vars(of).values() if isinstance(value, torch.Tensor)]
     assert [tuple(tensor.shape) for tensor in held] == [(1, 16, 20, 20), (), (1, 16, 20, 20)]
 
@@ -119,7 +117,7 @@ def test_rounded_images_are_taken_from_their_mean_where_it_is_far(shift, from_ze
     images = [(torch.randn(40, 16, 6, 6) + shift).to(memory_format=layout) for _ in range(3)]
     (unit,) = find_units(net, images[0]).units
     patches = Patches(unit)
-    taken = Deviations("unit", patches, GROUPINGS["paper"])
+    taken = Deviations(patches, GROUPINGS["paper"])
     for image in images:
         taken.add(image)
     assert taken._of[torch.Size([6, 6])].from_zero == from_zero
@@ -144,12 +142,12 @@ def test_rounded_images_within_and_between_examples(grouping, shift, rounding_im
     images = [torch.randn(40, 16, 4, 4) + 3 * torch.randn(40, 16, 1, 1) + shift for _ in range(3)]
     (unit,) = find_units(net, images[0]).units
     patches, levels = Patches(unit), GROUPINGS[grouping]
-    taken, exact = Deviations("unit", patches, levels), Moments("unit", levels, "mean")
+    taken = Deviations(patches, levels)
     for image in images:
         taken.add(image)
-        exact.add_inputs(patches.unrolled(image.double()))
     root = taken.root(120)
-    for found, wanted in zip([*taken.factors(120), root.mT @ root], exact.terms(2, 120), strict=True):
-        assert (found.double() - wanted.dense_left).norm() < 6e-3 * wanted.dense_left.norm()
+    exact = oracles.input_factors([patches.unrolled(image.double()) for image in images], levels, "mean")
+    for found, wanted in zip([*taken.factors(120), root.mT @ root], exact, strict=True):
+        assert (found.double() - wanted).norm() < 6e-3 * wanted.norm()
         values = torch.linalg.eigvalsh(found.double())
         assert values.min() > -1e-5 * values.max()

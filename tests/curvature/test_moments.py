@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests import oracles
-from xkfac.curvature.moments import GROUPINGS, KFAC, Draw, Moments, batch_gradient, unit_gradients, unit_inputs
+from xkfac.curvature.moments import GROUPINGS, KFAC, Draw, Moments, batch_gradient, unit_gradients
 from xkfac.curvature.patches import Patches
 from xkfac.errors import UnitError
-from xkfac.model.units import find_units
+from xkfac.model.units import Unit, find_units
 
 GROUPS, SIZE, POSITIONS, COLUMNS, ROWS = 2, 4, 3, 3, 2
 
@@ -21,12 +21,17 @@ def data(batches=3, size=SIZE, positions=POSITIONS):
     return x, g
 
 
-def collect(x, g, levels, form):
-    moments = Moments("unit", levels, form)
+def made(levels, form, shape=(1, ROWS, COLUMNS), **options):
+    """Return moments of a unit whose inputs are its images."""
+    return Moments(Patches(Unit("unit", "linear", shape)), levels, form, **options)
+
+
+def collect(x, g, levels, form, **options):
+    moments = made(levels, form, (len(x[0]), ROWS, COLUMNS), **options)
     for a, b in zip(x, g, strict=True):
-        moments.add_inputs(a)
+        moments.inputs.add(a.permute(1, 0, 3, 2).flatten(1, 2))
         moments.add_gradients(b)
-    return moments.terms(ROWS, sum(a.shape[1] for a in x))
+    return moments.terms(sum(a.shape[1] for a in x))
 
 
 def outer_mean(vectors):
@@ -149,40 +154,32 @@ def test_mean_form_is_exact_far_from_the_origin():
     torch.testing.assert_close(fine.left[0].double(), truth, rtol=2e-2, atol=2e-2)
 
 
-def test_mean_by_location_needs_the_same_locations():
-    x, _ = data(batches=1)
-    wide, _ = data(batches=1, positions=5)
-    moments = Moments("conv1", GROUPINGS["paper"], "mean")
-    moments.add_inputs(x[0])
-    with pytest.raises(UnitError, match=r"unit 'conv1' has 5 positions in one batch and 3 in another.*pooled"):
-        moments.add_inputs(wide[0])
+def inputs(unit, *calls):
+    """Return x [groups, N, S, D] of the calls of a unit."""
+    patches = Patches(unit)
+    return patches.unrolled(patches.image(calls, calls[0].dtype))
 
 
 def test_unit_formats():
     net = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Tanh(), nn.BatchNorm2d(4), nn.Flatten(2), nn.Linear(4, 3))
     units = {unit.name: unit for unit in find_units(net, torch.randn(2, 2, 2, 2)).units}
     h = torch.randn(2, 4, 2, 2)
-    assert torch.equal(unit_inputs(units["2"], h, h.dtype), oracles.unit_inputs(net[2], h, True))
+    assert torch.equal(inputs(units["2"], h), oracles.unit_inputs(net[2], h, True))
     assert torch.equal(unit_gradients(units["2"], h, h.dtype), oracles.unit_outputs(net[2], h))
     assert torch.equal(unit_gradients(units["0"], h, h.dtype), oracles.unit_outputs(net[0], h))
     flat = torch.randn(2, 4, 4)
-    assert torch.equal(unit_inputs(units["4"], flat, h.dtype), oracles.unit_inputs(net[4], flat, True))
+    assert torch.equal(inputs(units["4"], flat), oracles.unit_inputs(net[4], flat, True))
 
 
 def of_images(net, images, levels, form):
-    """Return the terms of a net's first unit from its images, and from their patches written out."""
+    """Return the input factors of a net's first unit from its images, and from their patches written out."""
     (unit, *_) = find_units(net, images[0]).units
-    ours, theirs, patches = Moments("unit", levels, form), Moments("unit", levels, form), Patches(unit)
-    take = ours.images(patches)
+    patches = Patches(unit)
+    moments = Moments(patches, levels, form)
     for image in images:
-        x = unit_inputs(unit, image, image.dtype)
-        g = torch.randn(*x.shape[:3], unit.shape[1]).double()
-        take(patches.image(image, image.dtype))
-        theirs.add_inputs(x)
-        for moments in (ours, theirs):
-            moments.add_gradients(g)
-    examples = sum(len(image) for image in images)
-    return ours.terms(unit.shape[1], examples), theirs.terms(unit.shape[1], examples)
+        moments.inputs.add(patches.image([image], image.dtype))
+    ours = [term.dense_left for term in moments.terms(sum(len(image) for image in images))]
+    return ours, oracles.input_factors([inputs(unit, image.double()) for image in images], levels, form)
 
 
 LAYERS = {
@@ -216,9 +213,8 @@ def test_images_have_the_factors_of_their_patches(layer, levels, form):
     ours, theirs = of_images(net, images, levels, form)
     assert len(ours) == len(theirs) == (1 if levels == KFAC else len(levels))
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.dense_left, other.dense_left, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(one.right, other.right, rtol=1e-10, atol=1e-10)
-        assert torch.equal(one.dense_left, one.dense_left.mT)
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+        assert torch.equal(one, one.mT)
 
 
 @pytest.mark.parametrize("grouping", ["pooled", "hierarchical"])
@@ -227,13 +223,13 @@ def test_images_of_several_sizes_share_one_mean(grouping):
     net = nn.Sequential(nn.Conv2d(16, 2, 3, padding=1)).double()
     ours, theirs = of_images(net, images, GROUPINGS[grouping], "mean")
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.dense_left, other.dense_left, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 def test_images_of_another_size_have_no_mean_by_location():
     net = nn.Sequential(nn.Conv2d(16, 2, 3, padding=1)).double()
     images = [torch.randn(3, 16, *size).double() for size in ((5, 4), (2, 3))]
-    with pytest.raises(UnitError, match=r"unit 'unit' has 6 positions in one batch and 20 in another.*pooled"):
+    with pytest.raises(UnitError, match=r"unit '0' has 6 positions in one batch and 20 in another.*pooled"):
         of_images(net, images, GROUPINGS["paper"], "mean")
 
 
@@ -243,14 +239,8 @@ def test_deviations_of_images_are_exact_far_from_the_origin():
     images = [torch.randn(8, 16, 6, 6) * 0.1 + torch.randn(8, 16, 1, 1) + 100 for _ in range(2)]
     net = nn.Sequential(nn.Conv2d(16, 2, 3))
     for levels in GROUPINGS.values():
-        (unit,) = find_units(net, images[0]).units
-        moments, exact, patches = Moments("a", levels, "mean"), Moments("b", levels, "mean"), Patches(unit)
-        take = moments.images(patches)
-        for image in images:
-            take(image)
-            exact.add_inputs(unit_inputs(unit, image.double(), torch.double))
-        ours, theirs = moments.terms(2, 16)[0].left.double(), exact.terms(2, 16)[0].left
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-4 * float(theirs.abs().max()))
+        (ours, *_), (theirs, *_) = of_images(net, images, levels, "mean")
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=3e-4 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("levels", [KFAC, *GROUPINGS.values()])
@@ -260,7 +250,7 @@ def test_gradients_of_one_position_that_are_held_count_as_if_each_pass_were_take
     monkeypatch.setattr("xkfac.curvature.moments.HELD", 7)
     sizes = [(3, 1.0), (5, 1.0), (9, 1.0), (2, 0.5)]
     passes = [(torch.randn(1, size, 1, 3).double(), weight) for size, weight in sizes]
-    moments = Moments("unit", levels, "mean")
+    moments = made(levels, "mean")
     for g, weight in passes:
         moments.add_gradients(g, Draw(weight))
     for level, found in zip(levels, moments._gradient_factors(), strict=True):
@@ -276,7 +266,7 @@ def test_draws_share_the_positions_of_the_finest_level(levels, form, positions, 
     """Where all draws are alike, their shares make up the whole; the coarser levels have all of every draw."""
     torch.manual_seed(0)
     g = [torch.randn(2, 6, positions, 3).double() for _ in range(draws)]
-    same, one, each, every = (Moments("unit", levels, form) for _ in range(4))
+    same, one, each, every = (made(levels, form) for _ in range(4))
     for place in range(draws):
         same.add_gradients(g[0], Draw(1 / draws, place, draws))
         each.add_gradients(g[place], Draw(1 / draws, place, draws))
@@ -303,11 +293,7 @@ def test_of_many_draws_each_takes_a_part_of_the_positions():
 def test_without_coupling_examples_and_batches_have_one_gradient_factor(form, positions):
     """Written out: deviations within an example with g_ns, means of an example with sum_s g_ns, from all examples."""
     x, g = data(positions=positions)
-    moments = Moments("unit", GROUPINGS["hierarchical"], form, coupled=False)
-    for a, b in zip(x, g, strict=True):
-        moments.add_inputs(a)
-        moments.add_gradients(b)
-    terms = moments.terms(ROWS, 3 * SIZE)
+    terms = collect(x, g, GROUPINGS["hierarchical"], form, coupled=False)
     everything, gradients = torch.cat(x, 1), torch.cat(g, 1)
     means = everything.mean(2)
     torch.testing.assert_close(terms[-1].left, outer_mean(means.unbind(1)) * positions)
@@ -324,11 +310,7 @@ def test_without_coupling_the_terms_that_are_left_are_the_three_of_exact_labels(
     """One example per backward pass, as with exact labels: sums over a batch are those over an example."""
     x, g = data(batches=6, size=1)
     three = collect(x, g, GROUPINGS["hierarchical"], "mean")
-    moments = Moments("unit", GROUPINGS["hierarchical"], "mean", coupled=False)
-    for a, b in zip(x, g, strict=True):
-        moments.add_inputs(a)
-        moments.add_gradients(b)
-    two = moments.terms(ROWS, 6)
+    two = collect(x, g, GROUPINGS["hierarchical"], "mean", coupled=False)
     assert (len(three), len(two)) == (3, 2)
 
     def dense(terms):

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests import oracles
-from xkfac.curvature.moments import unit_inputs
 from xkfac.curvature.patches import Axis, Patches, unroll
 from xkfac.model.tracing import Convolution
 from xkfac.model.units import find_units
@@ -83,7 +82,7 @@ def test_patches_averaged_over_positions(rank, kernel, stride, padding, groups, 
     net = nn.Sequential(layer(4, 2, kernel, stride, padding, groups=groups, bias=bias)).double()
     image = torch.randn(3, 4, *range(3, 3 + rank)).double()
     (unit,) = find_units(net, image).units
-    patches, x = Patches(unit), unit_inputs(unit, image, image.dtype)
+    patches, x = Patches(unit), unroll(image, unit.convolution, groups, homogeneous=bias)
     assert patches.positions(image) == x.shape[2]
     for layout in [image, image.movedim(1, -1).contiguous().movedim(-1, 1)]:  # channels first, and last
         found = patches.averaged(layout)

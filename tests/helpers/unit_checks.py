@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import xkfac
-from xkfac.curvature.moments import unit_gradients, unit_inputs
+from xkfac.curvature.moments import unit_gradients
+from xkfac.curvature.patches import Patches
 from xkfac.model.merged_weight import bind
 from xkfac.model.passes import norms_of
 from xkfac.model.units import Trace, parameters_of, read_call
@@ -79,7 +80,8 @@ class Recorder(Trace):
         self.inputs = {u.name: [] for u in units}
         self.outputs = {u.name: [] for u in units}
 
-    def watch(self, func, args, kwargs):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         call = read_call(func, args, kwargs)
         layer = self.layers.get(id(call.weight)) if call is not None else None
         norm = self.norms.get(self.norm) if func is F.batch_norm and self.norm is not None else None
@@ -120,7 +122,8 @@ def assert_replays(model, x, units, rtol=1e-9):
         weight = bound[unit.name].merged_weight()
         assert weight.shape == unit.shape
         for input, output in zip(recorder.inputs[unit.name], recorder.outputs[unit.name], strict=True):
-            replayed = unit_inputs(unit, input, input.dtype) @ weight.mT[:, None]
+            patches = Patches(unit)
+            replayed = patches.unrolled(patches.image([input], input.dtype)) @ weight.mT[:, None]
             truth = unit_gradients(unit, output, output.dtype)
             assert replayed.shape == truth.shape, unit.name
             assert (replayed - truth).abs().max() <= rtol * truth.abs().max(), unit.name

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.setups import Everything, data, randomise
 from xkfac import XkfacError, consolidate, estimate
-from xkfac.model.cuda_graphs import _cloned
+from xkfac.model.batches import cloned
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -21,7 +21,7 @@ def test_a_graph_needs_a_cuda_device():
 def test_a_batch_is_cloned_in_its_own_shape():
     pair = namedtuple("pair", "x y")
     batch = {"a": torch.ones(2), "b": [torch.zeros(3), pair(torch.ones(1), 5)], "c": (torch.ones(2), "text")}
-    copy = _cloned(batch)
+    copy = cloned(batch)
     assert type(copy["b"]) is list
     assert type(copy["b"][1]) is pair
     assert copy["c"][1] == "text"
@@ -39,10 +39,11 @@ def batches():
 
 
 @CUDA
+@pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["xkfac", "kfac", "diagonal", "corrected"])
-def test_replays_give_the_factors_of_ordinary_passes(kind):
-    model = randomise(Everything()).cuda()
-    one, two = (estimate(model, batches(), kind, labels="empirical", graph=graph).curvature for graph in (False, True))
+def test_replays_give_the_factors_of_ordinary_passes(kind, noise):
+    model, options = randomise(Everything()).cuda(), {"labels": "empirical", "noise": noise}
+    one, two = (estimate(model, batches(), kind, **options, graph=graph).curvature for graph in (False, True))
     displacements = {name: torch.randn_like(block.diagonal()) for name, block in one.blocks.items()}
     for name, product in one.product(displacements).items():
         torch.testing.assert_close(two.product(displacements)[name], product, rtol=1e-3, atol=1e-5, msg=name)

@@ -175,14 +175,13 @@ def test_adding_a_product_is_the_product_added(block):
     torch.testing.assert_close(out - start, by_dense, rtol=1e-10, atol=1e-10)
 
 
-def test_adding_products_across_layers_is_the_dense_product_added():
-    roots = torch.randn(2, 1, 8, 8, dtype=torch.float64)
-    term = Term(*(root.mT @ root for root in roots))
-    joint = KhatriRao(
-        (Term(term.left[:, :7, :7], term.right[:, :5, :5]), Term(roots[0][:, :2, :7], term.right[:, :5, :5], True)),
-        (2, 3),
-        (4, 3),
-    )
+@pytest.mark.parametrize("kinds", ["dense", "root", "dense root", "dense root dense root", "dense dense dense"])
+def test_adding_products_across_layers_is_the_dense_product_added(kinds):
+    terms = []
+    for kind in kinds.split():
+        left, right = (torch.randn(1, 3, size, dtype=torch.float64) for size in (7, 5))
+        terms.append(Term(left if kind == "root" else left.mT @ left, right.mT @ right, kind == "root"))
+    joint = KhatriRao(tuple(terms), (2, 3), (4, 3))
     v = [torch.randn(1, c, d, dtype=torch.float64) for c, d in zip((2, 3), (4, 3), strict=True)]
     start = [torch.randn_like(one) for one in v]
     out = [one.clone() for one in start]

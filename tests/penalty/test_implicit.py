@@ -62,7 +62,9 @@ def hessian(learner, parameter):
 
 
 @pytest.mark.parametrize("build", [mlp, Mixed])
-@pytest.mark.parametrize("made", [{"method": "kfac"}, {"method": "diagonal"}, {"method": "kfac", "cross_layer": True}])
+@pytest.mark.parametrize(
+    "made", [{"method": "kfac"}, {"method": "diagonal"}, {"method": "ewc"}, {"method": "kfac", "cross_layer": True}]
+)
 def test_of_one_kronecker_product_every_block_is_exactly_inverted(build, made):
     _, learner = started(build, **made)
     weight = 0.3 * 0.5 * 4e4
@@ -74,7 +76,8 @@ def test_of_one_kronecker_product_every_block_is_exactly_inverted(build, made):
         matrix = torch.eye(parameter.numel(), dtype=torch.float64) + weight * hessian(learner, parameter)
         wanted = torch.linalg.solve(matrix, gradient.flatten()).view_as(parameter)
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
-        assert not torch.allclose(found, gradient, rtol=1e-3)
+        free = torch.allclose(matrix, torch.eye(len(matrix), dtype=torch.float64))  # a bias in front of a BN
+        assert free or not torch.allclose(found, gradient, rtol=1e-3)
 
 
 @pytest.mark.parametrize("made", [{"form": "paper"}, {"form": "mean"}, {"grouping": "hierarchical"}])

@@ -20,18 +20,20 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """List runs: which are complete, running or interrupted, and how far they are."""
+    from dataclasses import asdict
+
     from xkfac.experiments.runs.folder import find_runs
     from xkfac.experiments.runs.progress import RunStatus
 
-    found = [RunStatus.of(path) for path in find_runs(folder)]
+    runs = [RunStatus.of(path) for path in find_runs(folder)]
     if as_json:
-        print_json([run.to_dict() for run in found])
-    elif not found:
+        print_json([asdict(run) for run in runs])
+    elif not runs:
         print(f"no runs in '{folder}'; 'xkfac run RECIPE' starts one")
     else:
         head = ("run", "recipe", "state", "jobs", "epochs", "average accuracy")
-        print_table(head, [run.cells() for run in found])
-        for run in found:
+        print_table(head, [run.cells() for run in runs])
+        for run in runs:
             if run.reason:
                 console().print(f"damaged: {run.reason}", markup=False, highlight=False)
 
@@ -56,7 +58,7 @@ def compare(runs: RunPaths, as_json: AsJson = False) -> None:
 
     from xkfac.experiments import results
     from xkfac.experiments.report.comparison import compare as compared
-    from xkfac.experiments.report.tables import number
+    from xkfac.experiments.report.comparison import comparison_table
 
     if len(runs) < 2:
         raise XkfacError("compare needs the folders of at least two runs; 'xkfac report' shows a single one")
@@ -66,12 +68,8 @@ def compare(runs: RunPaths, as_json: AsJson = False) -> None:
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    cells = []
-    for row in rows:
-        interval = "-" if row.low != row.low else f"{row.low:+.2f} to {row.high:+.2f}"
-        difference = f"{row.difference:+.2f}"
-        cells.append((row.label, str(row.tasks), number(row.first), number(row.second), difference, interval))
-    print_table(("line", "tasks", "first", "second", "difference", "95% interval"), cells)
+    print_table(*comparison_table(rows).texts())
+    print("\naverage accuracy in %; a * where the interval excludes zero")
 
 
 def inspect(

@@ -95,27 +95,26 @@ def finish(folders: list[Path], output: Path, as_json: bool) -> None:
 
 
 def _print_results(runs: Sequence[RunResults]) -> None:
-    """Show accuracies task by task of runs of images, and the course over tasks of the others."""
-    from xkfac.experiments.report.image_tables import image_tables, tables_text
-    from xkfac.experiments.report.tables import run_names, summary_text
-    from xkfac.experiments.report.tradeoff_tables import tradeoffs, tradeoffs_text
+    """Show accuracies task by task of runs of images, the course over tasks of the others, and trade-offs."""
+    from xkfac.experiments.report.image_tables import accuracy_table, image_tables, share_table
+    from xkfac.experiments.report.summary import summary
+    from xkfac.experiments.report.tables import entries, run_names
+    from xkfac.experiments.report.tradeoff_tables import tradeoff_table, tradeoffs
 
     others = []
     for run, name, tables in zip(runs, run_names(runs), image_tables(runs), strict=True):
         if tables is None:
             others.append(run)
             continue
-        accuracies, shares = tables_text(tables)
-        print(f"{name}\n\n{accuracies}" if len(runs) > 1 else accuracies)
-        if shares:
-            print_table(*_head_and_rows(shares))
+        if len(runs) > 1:
+            print(f"{name}\n")
+        print_table(*accuracy_table(tables).texts())
+        print()
+        if tables.learnt:
+            print_table(*share_table(tables).texts())
             print()
     if others:
-        print_table(*_head_and_rows(summary_text(others)))
+        print_table(*summary(entries(others)).texts())
     for found in tradeoffs(runs):
         print(f"\n{found.run}" if len(runs) > 1 else "")
-        print_table(*_head_and_rows(tradeoffs_text(found)))
-
-
-def _head_and_rows(table: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    return table[0], table[1:]
+        print_table(*tradeoff_table(found).texts())

@@ -173,14 +173,14 @@ def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> Non
 
 def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any]) -> None:
     """Do the work of a tuning with live progress, say what was chosen and why, and write the report."""
-    from xkfac.experiments.tuning.trials import CHOICE_COLUMNS
-    from xkfac.experiments.tuning.tuning import TuningDisplay
+    from xkfac.experiments.tuning.status import TuningDisplay
+    from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, choice_cells
 
     with interruptible(folder), TuningDisplay(watching(quiet or as_json)) as display:
         found = work(None if quiet or as_json else display.show)
     if as_json:
-        print_json({"choices": str(folder / "choices.json"), "chosen": [each.to_dict() for each in found]})
+        print_json({"choices": str(folder / "choices.json"), "chosen": found})
         return
-    print_table(CHOICE_COLUMNS, [each.cells() for each in found])
+    print_table(CHOICE_COLUMNS, map(choice_cells, found))
     print(f"\nchosen by accuracy in % on the validation split of each target: {folder / 'choices.json'}\n")
     finish([folder], folder / "report", as_json=False)

@@ -203,26 +203,33 @@ class KhatriRao:
 
     def add_product(self, displacements: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         """Add the products to `out`, one l after the other, in place."""
-        for term, (left, right) in zip(self.terms, self._pairs, strict=True):
+        for term in self.terms:
             if term.low_rank:
                 roots = torch.split(term.left[0], list(self.columns), 1)
                 inner = torch.cat([v[0] @ root.mT for v, root in zip(displacements, roots, strict=True)])
                 outer = torch.split(term.right[0] @ inner, list(self.rows))
                 for total, part, root in zip(out, outer, roots, strict=True):
                     total[0].addmm_(part, root)
-                continue
-            for j, displacement in enumerate(displacements):
-                for total, block, part in zip(
-                    out, left, torch.split(right[j] @ displacement[0], list(self.rows)), strict=True
-                ):
-                    total[0].addmm_(part, block[j].mT)
+        for displacement, (left, rights) in zip(displacements, self._dense, strict=False):
+            parts = torch.split(torch.matmul(displacement[0], left), list(self.columns), 2)
+            for total, right, part in zip(out, rights, parts, strict=True):
+                total[0].addmm_(right, part.flatten(0, 1))
 
     @cached_property
-    def _pairs(self) -> list[tuple[list[list[Tensor]], list[Tensor]]]:
-        """The blocks of {A} and the columns of blocks of {H}, cut once: a training step has no time to copy them."""
+    def _dense(self) -> list[tuple[Tensor, list[Tensor]]]:
+        """For every l', {A_k}_{l',:} [terms, D_l', sum D_l] and {H_1}_{l,l'}, {H_2}_{l,l'}, ... side by side by l.
+
+        All terms that are no roots at once, and cut once: a training step has no time to copy them.
+        """
+        terms = [term for term in self.terms if not term.low_rank]
+        if not terms:
+            return []
+        lefts = torch.split(torch.cat([term.left for term in terms]), list(self.columns), 1)
+        rights = [_blocks(term.right[0], self.rows) for term in terms]
+        units = range(len(self.rows))
         return [
-            ([] if t.low_rank else _blocks(t.left[0], self.columns), _columns(t.right[0], self.rows))
-            for t in self.terms
+            (left.contiguous(), [torch.cat([blocks[i][j] for blocks in rights], 1) for i in units])
+            for j, left in enumerate(lefts)
         ]
 
     def dense(self) -> Tensor:
@@ -335,10 +342,13 @@ def khatri_rao(named: Mapping[str, Tensor], rows: Sequence[int], columns: Sequen
     return KhatriRao(_terms(named), tuple(rows), tuple(columns))
 
 
-def eigenbasis(left: Tensor, right: Tensor) -> Corrected:
-    """Return the eigenbasis of A [groups, D, D] and H [groups, C, C]; its scales are those of A (x) H."""
-    left_values, left_vectors = _eigh(left)
-    right_values, right_vectors = _eigh(right)
+def eigenbasis(left: Tensor, right: Tensor, *, empty: bool = False) -> Corrected:
+    """Return the eigenbasis of A [groups, D, D] and H [groups, C, C]; its scales are those of A (x) H.
+
+    With `empty` all is there but the numbers.
+    """
+    sides = [(one[..., 0], one) if empty else _eigh(one) for one in (left, right)]
+    (left_values, left_vectors), (right_values, right_vectors) = sides
     scales = right_values[:, :, None] * left_values[:, None, :]
     return Corrected(left_vectors, right_vectors, left_values, right_values, scales)
 
@@ -363,11 +373,6 @@ def _blocks(matrix: Tensor, sizes: Sequence[int]) -> list[list[Tensor]]:
     """Return the blocks {M}_{i,j} of a matrix partitioned alike in rows and columns."""
     rows = torch.split(matrix, list(sizes), 0)
     return [[block.contiguous() for block in torch.split(row, list(sizes), 1)] for row in rows]
-
-
-def _columns(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Return the columns of blocks {M}_{:,j} of a matrix."""
-    return [block.contiguous() for block in torch.split(matrix, list(sizes), 1)]
 
 
 def _kron(left: Tensor, right: Tensor) -> Tensor:

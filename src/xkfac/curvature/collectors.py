@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from xkfac.curvature.blocks import Block, Corrected, Diagonal, KhatriRao, Kronecker, Term, parts, symmetrised
-from xkfac.curvature.moments import Draw, Moments, batch_gradient, unit_gradients, unit_inputs
+from xkfac.curvature.blocks import Block, Corrected, Diagonal, KhatriRao, Kronecker, Term, symmetrised
+from xkfac.curvature.moments import Draw, Moments, batch_gradient, unit_gradients
+from xkfac.curvature.operator import Settings
 from xkfac.curvature.patches import Patches
-from xkfac.curvature.processes import Layout
-from xkfac.curvature.shared_moments import Coupling, SharedMoments
+from xkfac.curvature.processes import Processes
 from xkfac.errors import UnitError
 from xkfac.model.merged_weight import BoundUnit
 from xkfac.model.units import Unit
-
-JOINT = "/joint"  # no unit's name
 
 
 class Collector(ABC):
@@ -26,12 +24,15 @@ class Collector(ABC):
 
     def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
         self.unit, self.dtype = unit, dtype
+        self.patches = Patches(unit)
 
     def _x(self, inputs: Sequence[Tensor]) -> Tensor:
-        return _joined([unit_inputs(self.unit, input, self.dtype) for input in inputs])
+        return self.patches.unrolled(self.patches.image(inputs, self.dtype))
 
     def _g(self, gradients: Sequence[Tensor]) -> Tensor:
-        return _joined([unit_gradients(self.unit, gradient, self.dtype) for gradient in gradients])
+        """Return the gradients of all calls as those of further positions."""
+        calls = [unit_gradients(self.unit, gradient, self.dtype) for gradient in gradients]
+        return calls[0] if len(calls) == 1 else torch.cat(calls, 2)
 
     @abstractmethod
     def inputs(self, inputs: Sequence[Tensor]) -> None:
@@ -41,104 +42,54 @@ class Collector(ABC):
     def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Take the gradients at the outputs of these calls, from a backward pass."""
 
-    @abstractmethod
-    def block(self, examples: int) -> Block | None:
-        """Return the unit's curvature block, resting on so many examples; None where it is part of a joint one."""
 
-    def layouts(self) -> list[Layout]:
-        """Return the layouts of what adds up over the processes of a shared pass."""
-        return []
+class Source(Collector):
+    """A collector that has a curvature block."""
+
+    @abstractmethod
+    def block(self, examples: int) -> Block | KhatriRao:
+        """Return the unit's curvature block, resting on so many examples."""
 
     def root(self, examples: int) -> Tensor | None:
         """Return the root of M from this process's examples, None where there is none."""
         return None
 
-    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
-        """Return what adds up over processes, `root` being that of all."""
-        return []
-
-    def take(self, sums: list[Tensor], root: Tensor | None) -> None:  # noqa: B027
-        """Take the sums of all processes in place of this one's."""
-
-    def held(self) -> dict[str, Tensor]:
-        """Return the tensors of the block that every process of a shared pass has already."""
-        return {}
+    @abstractmethod
+    def share(self, processes: Processes, examples: int, root: Tensor | None) -> None:
+        """Take the sums of all processes in place of those over this one's examples; root: that of all examples."""
 
 
-def _joined(calls: list[Tensor]) -> Tensor:
-    """Return the calls of a unit side by side, as further positions."""
-    return calls[0] if len(calls) == 1 else torch.cat(calls, 2)
-
-
-class _Factors:
-    """Moments of a merged weight of a `shape` [groups, rows, columns], and how they add up over processes."""
-
-    moments: Moments
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        raise NotImplementedError
-
-    @property
-    def _shared(self) -> SharedMoments:
-        assert isinstance(self.moments, SharedMoments)
-        return self.moments
-
-    def layouts(self) -> list[Layout]:
-        """Return the layouts of the factors' sums."""
-        return self._shared.layouts(self.shape, self.dtype)
-
-    def root(self, examples: int) -> Tensor | None:
-        """Return the root of M."""
-        return self._shared.root(examples)
-
-    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
-        """Return the factors' sums."""
-        return self._shared.sums(self.shape[1], examples, root)
-
-    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
-        """Take the factors' sums of all processes."""
-        self._shared.take(sums, root)
-
-
-class FactorCollector(_Factors, Collector):
+class FactorCollector(Source):
     """Collects Kronecker factors."""
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, moments: Moments) -> None:
+    def __init__(self, unit: Unit, dtype: torch.dtype, settings: Settings) -> None:
         super().__init__(unit, dtype)
-        self.moments = moments
-        self.patches = Patches(unit)
-        self._images = moments.images(self.patches) if unit.calls == 1 else None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """The shape of the unit."""
-        return self.unit.shape
+        coupled = settings.statistics == "batch"
+        self.moments = Moments(self.patches, settings.levels, settings.form, coupled=coupled)
 
     def inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Take a batch's inputs; the calls of a unit that has several are further positions, which are written out."""
-        if self._images is not None:
-            self._images(self.patches.image(inputs[0], self.dtype))
-        else:
-            self.moments.add_inputs(self._x(inputs))
+        """Take a batch's inputs."""
+        self.moments.inputs.add(self.patches.image(inputs, self.dtype))
 
     def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Take the gradients of one backward pass."""
         self.moments.add_gradients(self._g(gradients), draw)
 
-    def block(self, examples: int) -> Block:
+    def block(self, examples: int) -> Block | KhatriRao:
         """Return the block."""
-        return Kronecker(self.moments.terms(self.unit.shape[1], examples))
+        return Kronecker(self.moments.terms(examples))
+
+    def root(self, examples: int) -> Tensor | None:
+        """Return the root of M."""
+        return self.moments.inputs.root(examples)
+
+    def share(self, processes: Processes, examples: int, root: Tensor | None) -> None:
+        """Take the sums of the factors of all processes."""
+        self.moments.share(processes, self.dtype, examples, root)
 
 
-class SquareCollector(Collector):
-    """Collects E[(batch gradient)^2] / N, the exact diagonal of the Fisher, in the parameters' or another basis.
-
-    Of a batch that processes have parts of, each squares the gradient of the whole.
-    """
-
-    coupling: Coupling | None = None
+class SquareCollector(Source):
+    """Collects E[(batch gradient)^2] / N, the exact diagonal of the Fisher, in the parameters' or another basis."""
 
     def __init__(self, unit: Unit, dtype: torch.dtype, basis: Corrected | None = None) -> None:
         super().__init__(unit, dtype)
@@ -152,14 +103,7 @@ class SquareCollector(Collector):
 
     def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Take the gradients of one backward pass."""
-        self.see(batch_gradient(self._x(self._inputs), self._g(gradients)), draw)
-
-    def see(self, gradient: Tensor, draw: Draw) -> None:
-        """Take the gradient [groups, rows, columns] of one backward pass from this process's examples."""
-        if self.coupling is None:
-            self.add(gradient, draw.weight)
-        else:
-            self.add(self.coupling.total(gradient), draw.weight * self.coupling.share)
+        self.add(batch_gradient(self._x(self._inputs), self._g(gradients)), draw.weight)
 
     def add(self, gradient: Tensor, weight: float) -> None:
         """Take the gradient [groups, rows, columns] with respect to W~ of one backward pass."""
@@ -175,21 +119,10 @@ class SquareCollector(Collector):
             return Diagonal(values)
         return replace(self.basis, scales=values.to(self.basis.left.device))
 
-    def layouts(self) -> list[Layout]:
-        """Return the layout of the squares' sum."""
-        return [Layout(self.unit.shape, self.dtype)]
-
-    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
-        """Return the sum of squares."""
-        return [torch.zeros(self.unit.shape, dtype=self.dtype) if self.total is None else self.total]
-
-    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
+    def share(self, processes: Processes, examples: int, root: Tensor | None) -> None:
         """Take the sum of squares of all processes."""
-        (self.total,) = sums
-
-    def held(self) -> dict[str, Tensor]:
-        """Return the basis."""
-        return {} if self.basis is None else {k: v for k, v in parts(self.basis).items() if k != "scales"}
+        none = torch.zeros(self.unit.shape, dtype=self.dtype, device=processes.device)
+        self.total = processes.total(none if self.total is None else self.total)
 
 
 class UnmergedCollector(SquareCollector):
@@ -245,98 +178,79 @@ class MarginalCollector(SquareCollector):
         root = left.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(left.dtype).tiny).sqrt()[:, None, None]
         return Kronecker((Term(left / root, right / root),))
 
-    def layouts(self) -> list[Layout]:
-        """Return the layouts of the two moments' sums."""
+    def share(self, processes: Processes, examples: int, root: Tensor | None) -> None:
+        """Take the sums of the two moments of all processes."""
         groups, rows, columns = self.unit.shape
-        return [Layout((groups, size, size), self.dtype, symmetric=True) for size in (columns, rows)]
-
-    def sums(self, examples: int, root: Tensor | None) -> list[Tensor]:
-        """Return the two moments' sums."""
-        if self.left is None or self.right is None:
-            return [torch.zeros(layout.shape, dtype=self.dtype) for layout in self.layouts()]
-        return [self.left, self.right]
-
-    def take(self, sums: list[Tensor], root: Tensor | None) -> None:
-        """Take the two moments' sums of all processes."""
-        self.left, self.right = sums
+        sums = [
+            torch.zeros(groups, size, size, dtype=self.dtype, device=processes.device) if one is None else one
+            for one, size in ((self.left, columns), (self.right, rows))
+        ]
+        self.left, self.right = map(processes.total_of_symmetric, sums)
 
 
-@dataclass
-class JointCollector(_Factors):
+class JointCollector(FactorCollector):
     """Collects the factors of all linear units together: rows and columns of several units side by side."""
 
-    moments: Moments
-    dtype: torch.dtype
-    units: list[Unit] = field(default_factory=list)
-    _inputs: dict[str, Tensor] = field(default_factory=dict)
-    _gradients: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, units: Sequence[Unit], dtype: torch.dtype, settings: Settings) -> None:
+        self.units = units
+        self.rows, self.columns = (tuple(unit.shape[side] for unit in units) for side in (1, 2))
+        whole = Unit(" and ".join(unit.name for unit in units), "linear", (1, sum(self.rows), sum(self.columns)))
+        super().__init__(whole, dtype, settings)
+        self.of_units: dict[str, Tensor] = {}
+        self.to_units: dict[str, Tensor] = {}
 
     def flush_inputs(self) -> None:
         """Take the inputs of all units, once all have run.
 
         Raises UnitError that names all units with several positions per example.
         """
-        refused = [f"'{name}' has {x.shape[2]}" for name, x in self._inputs.items() if x.shape[2] != 1]
+        refused = [f"'{name}' has {x.shape[2]}" for name, x in self.of_units.items() if x.shape[2] != 1]
         if refused:
             raise UnitError(
                 f"cross-layer blocks are for linear layers of one position per example, and unit {', '.join(refused)}; "
                 "exclude what has more, or use cross_layer=False"
             )
-        self.moments.add_inputs(torch.cat([self._inputs[unit.name] for unit in self.units], 3))
+        self.inputs([torch.cat([self.of_units[unit.name][0, :, 0] for unit in self.units], 1)])
 
     def flush_gradients(self, draw: Draw) -> None:
         """Take the gradients of all units, zero where none arrived, once a backward pass is done."""
-        size = next(iter(self._inputs.values()))
-        missing = {u.name: size.new_zeros(*size.shape[:3], u.shape[1]) for u in self.units}
-        gradients = [self._gradients.get(unit.name, missing[unit.name]) for unit in self.units]
-        self.moments.add_gradients(torch.cat(gradients, 3), draw)
-        self._gradients.clear()
+        like = next(iter(self.of_units.values()))
+        missing = {unit.name: like.new_zeros(*like.shape[:3], unit.shape[1]) for unit in self.units}
+        gradients = [self.to_units.get(unit.name, missing[unit.name])[0, :, 0] for unit in self.units]
+        self.gradients([torch.cat(gradients, 1)], draw)
+        self.to_units.clear()
 
     def block(self, examples: int) -> KhatriRao:
         """Return the Khatri-Rao product over all units, resting on so many examples."""
-        rows = tuple(unit.shape[1] for unit in self.units)
-        return KhatriRao(self.moments.terms(sum(rows), examples), rows, tuple(unit.shape[2] for unit in self.units))
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """The shape of all units' weights together."""
-        return 1, sum(unit.shape[1] for unit in self.units), sum(unit.shape[2] for unit in self.units)
-
-    def held(self) -> dict[str, Tensor]:
-        """Return nothing."""
-        return {}
+        return KhatriRao(self.moments.terms(examples), self.rows, self.columns)
 
 
 class JointMember(Collector):
-    """Passes one linear unit's inputs and gradients on to the joint collector."""
+    """Passes the inputs and gradients of one linear unit on to the joint collector."""
 
     def __init__(self, unit: Unit, dtype: torch.dtype, joint: JointCollector) -> None:
         super().__init__(unit, dtype)
         self.joint = joint
-        joint.units.append(unit)
 
     def inputs(self, inputs: Sequence[Tensor]) -> None:
         """Pass the inputs on."""
-        self.joint._inputs[self.unit.name] = self._x(inputs)
+        self.joint.of_units[self.unit.name] = self._x(inputs)
 
     def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Pass the gradients on."""
-        self.joint._gradients[self.unit.name] = self._g(gradients)
-
-    def block(self, examples: int) -> None:
-        """Return nothing: the joint collector has the block."""
+        self.joint.to_units[self.unit.name] = self._g(gradients)
 
 
 @dataclass
 class Collectors:
-    """The collectors of one pass over the data."""
+    """The collectors of one pass over the data, by unit, and that of units which have one block together."""
 
     of: dict[str, Collector]
     joint: JointCollector | None
     batches: int = 0
     examples: int = 0
 
-    def sources(self) -> dict[str, Collector | JointCollector]:
-        """Return what has a block of its own, by unit; that of several units is `JOINT`."""
-        joint = {} if self.joint is None or not self.joint.units else {JOINT: self.joint}
-        return {**{name: one for name, one in self.of.items() if not isinstance(one, JointMember)}, **joint}
+    def sources(self) -> dict[str, Source]:
+        """Return what has a block of its own, by the name of its unit."""
+        joint = {} if self.joint is None else {self.joint.unit.name: self.joint}
+        return {**{name: one for name, one in self.of.items() if isinstance(one, Source)}, **joint}

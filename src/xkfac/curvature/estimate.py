@@ -31,22 +31,22 @@ from xkfac.curvature.collectors import (
     UnmergedCollector,
 )
 from xkfac.curvature.labels import Cotangents, Draws
-from xkfac.curvature.moments import Moments
 from xkfac.curvature.operator import Curvature, CurvatureKind, Settings, SettingsOptions
 from xkfac.curvature.processes import Processes, processes_of
-from xkfac.curvature.shared_moments import Coupling, SharedMoments, coupling_of
 from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.model.batches import Forward, default_forward, size_of
 from xkfac.model.cuda_graphs import Replayed
 from xkfac.model.likelihood import Likelihood, get_likelihood
 from xkfac.model.merged_weight import BoundUnit
 from xkfac.model.passes import (
+    NoisyWeights,
     Progress,
     Statistics,
     batches,
     check_loaded,
     device_of,
     full_precision,
+    norms_per_process,
     set_mode,
     untouched,
     unwrap,
@@ -105,14 +105,14 @@ def estimate(
         forward or default_forward,
         _checked(accumulation_dtype) or widest_dtype(model),
         seed,
-        lambda batch: find_units(model, batch, **finding, forward=run.checked, synchronised=run.processes is not None),
+        lambda batch: find_units(model, batch, **finding, forward=run.checked),
         graph,
         processes_of(model),
     )
     if graph and device_of(run.model).type != "cuda":
         raise XkfacError("graph=True needs the model on a CUDA device; leave it out")
     run.join(finding)
-    with untouched(run.model):
+    with untouched(run.model), norms_per_process(run.model):
         feed = {"max_batches": max_batches, "progress": progress}
         collectors, examples = run.over(loader, run.first_collector, **feed)
         curvature = run.finished(collectors, examples, decompose=settings.kind == "corrected")
@@ -164,20 +164,15 @@ class _Run:
     find: Callable[[Any], Coverage]
     graph: bool = False
     processes: Processes | None = None
-    coupling: Coupling | None = None
     coverage: Coverage | None = None
     draws: Draws = field(init=False)
 
     def join(self, finding: dict[str, Any]) -> None:
         """Make sure that the processes of a shared pass mean the same one."""
-        if self.settings.statistics == "batch":
-            self.coupling = coupling_of(self.model, self.processes)
         if self.processes is not None:
             likelihood = {"likelihood": self.likelihood.name, **self.likelihood.arguments}
             own = {"accumulation_dtype": self.dtype, "seed": self.seed, "graph": self.graph}
             self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
-        if self.coupling is not None and self.graph:
-            raise XkfacError("graph=True cannot record what SyncBatchNorm layers send to other processes; leave it out")
 
     def checked(self, model: nn.Module, batch: Any) -> Tensor:
         """Run the model on a batch, and check that its output is one of the likelihood's."""
@@ -192,19 +187,13 @@ class _Run:
         with full_precision(device_of(self.model)):
             return finished(collectors, self.processes, examples, decompose=decompose)
 
-    def _moments(self, name: str) -> Moments:
-        coupled = self.settings.statistics == "batch"
-        if self.processes is None:
-            return Moments(name, self.settings.levels, self.settings.form, coupled=coupled)
-        return SharedMoments(name, self.settings.levels, self.settings.form, self.coupling, coupled=coupled)
-
     def first_collector(self, unit: Unit) -> Collector:
         """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""
         if self.settings.kind == "diagonal":
             return SquareCollector(unit, self.dtype)
         if self.settings.kind == "corrected":
             return MarginalCollector(unit, self.dtype)
-        return FactorCollector(unit, self.dtype, self._moments(unit.name))
+        return FactorCollector(unit, self.dtype, self.settings)
 
     def over(
         self, loader: Iterable[Any], collector: Callable[[Unit], Collector], **feed: Any
@@ -215,8 +204,7 @@ class _Run:
             with ExitStack() as hooks:
                 own = self._over(loader, collector, hooks, **feed)
         except Exception as caught:
-            # Coupled processes wait for each other inside a batch, so that there is no moment to tell.
-            if self.processes is None or self.coupling is not None:
+            if self.processes is None:
                 raise
             error = caught
         if self.processes is None:
@@ -241,15 +229,14 @@ class _Run:
         """Run over this process's data; return the collectors, None if there was none. `hooks` takes the model's."""
         device = device_of(self.model)
         generator = torch.Generator(device)
-        cotangents = Cotangents(self.settings.labels, self.likelihood, self.seed, generator, self.coupling)
-        rank, ranks = 0, 1
-        if self.processes is not None and self.coupling is None:
-            rank, ranks = self.processes.rank, self.processes.size
-        self.draws = Draws(self.settings, self.processes, self.coupling)
+        self.draws = Draws(self.settings, self.processes)
         counted = self.draws.decide(loader, feed["max_batches"])
-        cotangents.draws = self.draws.per_batch
+        labels, draws = self.settings.labels, self.draws.per_batch
+        cotangents = Cotangents(labels, self.likelihood, self.seed, generator, draws)
+        rank, ranks = (0, 1) if self.processes is None else (self.processes.rank, self.processes.size)
         capture: Capture | None = None
         mode: Statistics | None = None
+        noisy: NoisyWeights | None = None
         work: Callable[[Any], None]
         for place, (size, batch) in enumerate(self._steps(counted, device, **feed)):
             if self.coverage is None:
@@ -258,14 +245,17 @@ class _Run:
                 capture = Capture(self.model, self.coverage.units, self._collectors(collector))
                 hooks.enter_context(capture.hooked())
                 self._only_free_gradients()
+                if self.settings.noise:
+                    noisy = hooks.enter_context(NoisyWeights(self._weights(), self.settings.noise))
                 work = partial(self._batch, capture, cotangents)
                 if self.graph:
                     work = Replayed(work, generator)
-            coupled = size if self.coupling is None else self.coupling.examples
-            if mode != (mode := self.settings.statistics if coupled > 1 else "population"):
+            if mode != (mode := self.settings.statistics if size > 1 else "population"):
                 set_mode(self.model, mode)
             cotangents.begin_batch(place * ranks + rank)
             cotangents.check(batch)
+            if noisy is not None:
+                noisy.draw(generator)
             work(batch)
             capture.collectors.batches += 1
             capture.collectors.examples += size
@@ -275,34 +265,35 @@ class _Run:
         return capture.collectors
 
     def _steps(self, loader: Iterable[Any], device: torch.device, **feed: Any) -> Iterator[tuple[int, Any]]:
-        if self.processes is None:
-            return batches(loader, device, what="curvature", **feed)
-        if self.processes.rank > 0 and feed["progress"] is True:
+        if self.processes is not None and self.processes.rank > 0 and feed["progress"] is True:
             feed["progress"] = False
-        steps = batches(loader, device, what="curvature", may_be_none=True, **feed)
-        return steps if self.coupling is None else self.coupling.steps(steps)
+        return batches(loader, device, what="curvature", may_be_none=self.processes is not None, **feed)
 
     def _collectors(self, collector: Callable[[Unit], Collector]) -> Collectors:
         assert self.coverage is not None
-        joint = JointCollector(self._moments("joint"), self.dtype) if self.settings.cross_layer else None
-        made: dict[str, Collector] = {}
+        linear = [unit for unit in self.coverage.units if unit.kind == "linear" and self.settings.cross_layer]
+        joint = JointCollector(linear, self.dtype, self.settings) if linear else None
+        of: dict[str, Collector] = {}
         for unit in self.coverage.units:
             if unit.kind == "free":
-                made[unit.name] = SquareCollector(unit, self.dtype)
+                of[unit.name] = SquareCollector(unit, self.dtype)
             elif unit.kind == "unmerged":
-                made[unit.name] = UnmergedCollector(unit, self.dtype, BoundUnit(self.model, unit))
+                of[unit.name] = UnmergedCollector(unit, self.dtype, BoundUnit(self.model, unit))
             elif joint is not None and unit.kind == "linear":
-                made[unit.name] = JointMember(unit, self.dtype, joint)
+                of[unit.name] = JointMember(unit, self.dtype, joint)
             else:
-                made[unit.name] = collector(unit)
-        for one in made.values():
-            if isinstance(one, SquareCollector):
-                one.coupling = self.coupling
-        return Collectors(made, joint)
+                of[unit.name] = collector(unit)
+        return Collectors(of, joint)
 
     def _free(self) -> list[Unit]:
         assert self.coverage is not None
         return [unit for unit in self.coverage.units if unit.kind == "free"]
+
+    def _weights(self) -> list[Tensor]:
+        """Return the parameters of the units that have rows and columns: no bias, and nothing of BN."""
+        assert self.coverage is not None
+        names = [unit.name if unit.kind == "free" else unit.weight for unit in self.coverage.units]
+        return [tensor for name in names if name is not None and (tensor := self.model.get_parameter(name)).dim() > 1]
 
     def _only_free_gradients(self) -> None:
         """Ask for the gradients of free parameters alone: a unit needs those of its output, not of its weight."""
@@ -327,7 +318,7 @@ class _Run:
             for unit, gradient in zip(free, gradients, strict=False):
                 squares = capture.collectors.of[unit.name]
                 if gradient is not None and isinstance(squares, SquareCollector):
-                    squares.see(gradient.to(self.dtype).reshape(unit.shape), capture.draw)
+                    squares.add(gradient.to(self.dtype).reshape(unit.shape), capture.draw.weight)
 
 
 def check_rows(output: Any, size: int) -> None:

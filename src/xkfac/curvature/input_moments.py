@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -118,14 +119,6 @@ class _Sums:
     from_zero: bool
 
 
-def no_mean(name: str, here: int, there: int) -> UnitError:
-    """Return the error of a unit whose numbers of positions differ between batches."""
-    return UnitError(
-        f"unit '{name}' has {here} positions in one batch and {there} in another, so its mean by location is "
-        "undefined; use form='paper', or grouping='pooled'"
-    )
-
-
 def _is_near(image: Tensor, mean: Tensor) -> bool:
     """Whether zero is near enough to images [N, C, ...] of a mean [1, C, ...] for them to be rounded as they are."""
     square = mean.square().sum()
@@ -153,8 +146,8 @@ class Deviations:
     off it as well: within an example, sum_s (y - mean y)^2 = sum_s y^2 - S (mean y)^2.
     """
 
-    def __init__(self, name: str, patches: Patches, levels: tuple[Level, ...]) -> None:
-        self.name, self.patches = name, patches
+    def __init__(self, patches: Patches, levels: tuple[Level, ...]) -> None:
+        self.patches = patches
         self.centred = len(levels) > 1
         self.pooled, self.by_example = BATCH in levels, EXAMPLE in levels
         self._of: dict[torch.Size, _Sums] = {}
@@ -188,8 +181,10 @@ class Deviations:
         """Begin with images of another size."""
         if self.centred and not self.pooled and self._of:
             (known,) = self._of
-            raise no_mean(
-                self.name, *(self.patches.positions(image.new_empty(1, 1, *s)) for s in (image.shape[2:], known))
+            here, there = (self.patches.positions(image.new_empty(1, 1, *s)) for s in (image.shape[2:], known))
+            raise UnitError(
+                f"unit '{self.patches.unit.name}' has {here} positions in one batch and {there} in another, so its "
+                "mean by location is undefined; use form='paper', or grouping='pooled'"
             )
         row = self.patches.is_row(image) and not self.pooled
         if row and self._rows is None:
@@ -310,6 +305,40 @@ class Deviations:
             patches[:, -1] = of.count
             totals.append(patches * self.patches.positions(sums))
         return torch.stack(totals).sum(0)
+
+
+class BatchDeviations:
+    """Accumulates the moments of patches x of images in the paper's form, in which means are those of a mini-batch."""
+
+    def __init__(self, patches: Patches, levels: tuple[Level, ...]) -> None:
+        self.patches, self.levels = patches, levels
+        self._grams = [Gram() for _ in levels]
+        self._images = PatchGram(patches) if levels[1] == LOCATION else None
+
+    def add(self, image: Tensor) -> None:
+        """Take the patches of images [N, C, ...]."""
+        if self._images is not None:
+            mean = image.mean(0, keepdim=True)
+            self._images.add(image - mean)
+            self._grams[1].add(self.patches.unrolled(mean), len(image))
+            return
+        x = self.patches.unrolled(image)
+        means = [x.mean(level, keepdim=True) for level in self.levels[1:]]
+        parts = [*(fine - coarse for fine, coarse in pairwise([x, *means])), means[-1]]
+        for gram, part in zip(self._grams, parts, strict=True):
+            # The blocks of a level stand for all N * S elements: an average over blocks times N * S.
+            gram.add(part, x.shape[1] * x.shape[2] / (part.shape[1] * part.shape[2]))
+
+    def root(self, examples: int) -> None:
+        """Return None: no level is known by the means of the population."""
+
+    def factors(self, examples: int) -> list[Tensor]:
+        """Return the input factors of all levels."""
+        sums = [gram.sum() for gram in self._grams]
+        if self._images is not None:  # deviations have no homogeneous coordinate
+            inner, last = self._images.sum(), self.patches.homogeneous
+            sums[0] = None if inner is None else F.pad(inner, (0, last, 0, last))
+        return [factor / examples for factor in sums if factor is not None]
 
 
 def _shifted(sums: Tensor, shift: Tensor, count: float, scale: float = 1.0) -> list[tuple[float, Tensor]]:

@@ -17,7 +17,6 @@ from torch import Tensor
 from xkfac.curvature.moments import Draw
 from xkfac.curvature.operator import ENOUGH_DRAWS, Labels, Settings
 from xkfac.curvature.processes import Processes
-from xkfac.curvature.shared_moments import Coupling
 from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.model.batches import labels_of
 from xkfac.model.likelihood import Likelihood
@@ -28,16 +27,14 @@ from xkfac.model.streams import counted
 class Cotangents:
     """Yields what backward passes begin with, batch by batch.
 
-    `draws` are those a batch. With a coupling, labels are drawn for the whole mini-batch, alike on all processes, and
-    an example's own loss is zero on those that do not have it.
+    `draws` are those per batch.
     """
 
     labels: Labels
     likelihood: Likelihood
     seed: int
     generator: torch.Generator
-    coupling: Coupling | None = None
-    draws: int = 1
+    draws: int
     _outputs: dict[torch.Size, torch.Size] = field(default_factory=dict)  # shapes, by that of the labels
 
     def begin_batch(self, number: int) -> None:
@@ -51,15 +48,18 @@ class Cotangents:
         if self.labels == "sampled":
             for place in range(self.draws):
                 draw = Draw(scale / self.draws, place, self.draws)
-                yield self.likelihood.score(output, self._sample(output)), draw, place + 1 < self.draws
+                yield (
+                    self.likelihood.score(output, self.likelihood.sample(output, self.generator)),
+                    draw,
+                    place + 1 < self.draws,
+                )
         elif self.labels == "empirical":
             yield self.likelihood.score(output, self._given(output, batch)), Draw(scale), False
         else:
             for root in self.likelihood.root(output):
-                for example in self._examples(output.shape[0]):
+                for example in range(output.shape[0]):
                     one = torch.zeros_like(root)
-                    if example is not None:
-                        one[example] = root[example]
+                    one[example] = root[example]
                     yield one.to(output.dtype), Draw(scale), True
 
     def check(self, batch: Any) -> None:
@@ -81,19 +81,6 @@ class Cotangents:
             self._outputs[labels.shape] = output.shape
         return labels
 
-    def _sample(self, output: Tensor) -> Tensor:
-        if self.coupling is None:
-            return self.likelihood.sample(output, self.generator)
-        return self.coupling.own(self.likelihood.sample(self.coupling.rows(output.detach()), self.generator))
-
-    def _examples(self, size: int) -> Iterator[int | None]:
-        """Yield the places of the mini-batch's examples in this process's part, None for those of other processes."""
-        if self.coupling is None:
-            yield from range(size)
-            return
-        for rank, theirs in enumerate(self.coupling.sizes):
-            yield from (example if rank == self.coupling.processes.rank else None for example in range(theirs))
-
 
 class Draws:
     """The number of draws `per_batch` in one pass, the same on all processes that share it.
@@ -102,8 +89,8 @@ class Draws:
     length is read ahead to count them, so that a stream gives what a list of the same batches gives.
     """
 
-    def __init__(self, settings: Settings, processes: Processes | None, coupling: Coupling | None) -> None:
-        self.settings, self.processes, self.coupling = settings, processes, coupling
+    def __init__(self, settings: Settings, processes: Processes | None) -> None:
+        self.settings, self.processes = settings, processes
         self.per_batch = settings.draws_over(0)
         self._counted = True
 
@@ -126,23 +113,16 @@ class Draws:
         every = [own] if self.processes is None else self.processes.exchanged(own)
         if error is not None:
             raise error
-        failed = [rank for rank, (_, _, failed) in enumerate(every) if failed]
-        if failed and self.coupling is not None:
-            raise XkfacError(f"process {failed[0]} failed to get its batches; its own error says why")
         self._counted = all(known for _, known, _ in every)
-        self.per_batch = self.settings.draws_over(self._together([number for number, _, _ in every]))
-        return () if failed else loader
-
-    def _together(self, batches: Sequence[int]) -> int:
-        """Return the batches of the pass from those of its processes; coupled ones have parts of the same batches."""
-        return sum(batches) if self.coupling is None else max(batches)
+        self.per_batch = self.settings.draws_over(sum(number for number, _, _ in every))
+        return () if any(failed for _, _, failed in every) else loader
 
     def check(self, batches: Sequence[int]) -> None:
         """Make sure that the number goes with the batches that came, by process.
 
         Raises XkfacError for a stream that was too large to be counted, and had fewer batches than was assumed.
         """
-        count = self._together(batches)
+        count = sum(batches)
         right = self.settings.draws_over(count)
         if right == self.per_batch:
             return

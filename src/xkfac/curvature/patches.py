@@ -6,6 +6,7 @@ A linear layer is a convolution of one tap over its positions, a lone BN a depth
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -94,20 +95,28 @@ def unroll(input: Tensor, convolution: Convolution, groups: int, *, homogeneous:
 
 
 class Patches:
-    """How the inputs of a unit are patches x [groups, N, S, D] of images [N, C, ...]."""
+    """How the inputs of a unit are patches x [groups, N, S, D] of images [N, C, ...].
+
+    A unit that a forward pass calls several times has the positions of all calls side by side; the patches of a
+    convolution are written out for that, and are then the image themselves.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.groups, self.homogeneous = unit.shape[0], unit.homogeneous
-        self.convolution = unit.convolution or _POINT
+        self.convolution = _POINT if unit.convolution is None or unit.calls > 1 else unit.convolution
         self._reads: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
-    def image(self, input: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a unit's input as an image, without a copy where it has the right type."""
-        if input.dtype != dtype:
-            input = input.to(dtype)
+    def image(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return a unit's inputs, one per call, as an image, without a copy of a single one of the right type."""
+        images = [self._image(input if input.dtype == dtype else input.to(dtype)) for input in inputs]
+        return images[0] if len(images) == 1 else torch.cat(images, 2)
+
+    def _image(self, input: Tensor) -> Tensor:
         if self.unit.convolution is not None:
-            return input
+            if self.convolution is not _POINT:
+                return input
+            return unroll(input, self.unit.convolution, self.groups).permute(1, 0, 3, 2).flatten(1, 2)
         if input.dim() == 2:
             return input.unsqueeze(2)
         return input.flatten(1, -2).mT if self.unit.kind == "linear" else input.flatten(2)

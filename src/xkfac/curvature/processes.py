@@ -1,16 +1,14 @@
-"""The processes that share a curvature pass: what they agree on, and how tensors travel between them.
+"""The processes that share a curvature pass: what they agree on, and what they add up.
 
 A model that DistributedDataParallel wraps is the request to share, and says with whom. All that is sent lies on the
-model's device, in few flat buffers, symmetric matrices as triangles; nothing needs more of a backend than all_gather,
-all_reduce, reduce and broadcast, which Gloo and NCCL have.
+model's device, symmetric matrices as triangles; nothing needs more of a backend than all_gather, all_reduce and
+broadcast, which Gloo and NCCL have.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,49 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from xkfac.curvature.gram import symmetric, triangle
 from xkfac.errors import XkfacError
 from xkfac.model.passes import device_of, parallel_of, unwrap
-
-BUFFER_BYTES = 2**26
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The shape and dtype of a tensor that travels; symmetric matrices [groups, F, F] travel as triangles."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    symmetric: bool = False
-
-    @classmethod
-    def of(cls, tensor: Tensor, *, symmetric: bool = False) -> Layout:
-        """Return the layout of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, symmetric)
-
-    def described(self) -> list[Any]:
-        """Return the layout as JSON holds it."""
-        return [list(self.shape), str(self.dtype).removeprefix("torch."), self.symmetric]
-
-    @classmethod
-    def read(cls, described: Sequence[Any]) -> Layout:
-        """Return the layout that `described` has described."""
-        shape, dtype, symmetric = described
-        return cls(tuple(shape), getattr(torch, dtype), symmetric)
-
-    @property
-    def elements(self) -> int:
-        """How many numbers travel."""
-        if self.symmetric:
-            return self.shape[0] * self.shape[1] * (self.shape[1] + 1) // 2
-        return math.prod(self.shape)
-
-    def packed(self, tensor: Tensor) -> Tensor:
-        """Return the numbers that travel, in one dimension."""
-        return (triangle(tensor) if self.symmetric else tensor).reshape(-1)
-
-    def unpacked(self, flat: Tensor) -> Tensor:
-        """Return the tensor of numbers that arrived, a copy."""
-        if self.symmetric:
-            return symmetric(flat.view(self.shape[0], -1))
-        return flat.view(self.shape).clone()
 
 
 class Processes:
@@ -102,64 +57,27 @@ class Processes:
                         "processes of a shared pass the same arguments"
                     )
 
-    def total_(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over all processes, in place."""
-        dist.all_reduce(tensor, group=self.group)
-        return tensor
+    def raise_first(self, errors: Iterable[str | None]) -> None:
+        """Raise XkfacError for the first process that has an error."""
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise XkfacError(f"process {rank} of the shared pass failed: {error}")
 
-    def totals(self, layouts: Sequence[Layout], tensors: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the sums over all processes; a process without tensors counts zero."""
-        return self._through(layouts, tensors, self.total_)
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes."""
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
 
-    def sums_at(self, owner: int, layouts: Sequence[Layout], tensors: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the sums over all processes at `owner`, nothing elsewhere; one without tensors counts zero."""
-        root = dist.get_global_rank(self.group, owner)
-        sums = self._through(
-            layouts, tensors, lambda flat: dist.reduce(flat, root, group=self.group), keep=self.rank == owner
-        )
-        return sums if self.rank == owner else []
+    def total_of_symmetric(self, matrices: Tensor) -> Tensor:
+        """Return the sum of symmetric matrices [groups, F, F] over all processes; their lower triangles travel."""
+        return symmetric(self.total(triangle(matrices)))
 
-    def copies_of(self, owner: int, layouts: Sequence[Layout], tensors: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the owner's tensors, as they arrive everywhere; only the owner gives any."""
-        root = dist.get_global_rank(self.group, owner)
-        return self._through(layouts, tensors, lambda flat: dist.broadcast(flat, root, group=self.group))
-
-    def _through(
-        self,
-        layouts: Sequence[Layout],
-        tensors: Sequence[Tensor] | None,
-        collective: Callable[[Tensor], Any],
-        *,
-        keep: bool = True,
-    ) -> list[Tensor]:
-        """Send tensors through a collective operation in flat buffers."""
-        arrived = []
-        for part in _buffers(layouts):
-            dtype = layouts[part[0]].dtype
-            if tensors is None:
-                flat = torch.zeros(sum(layouts[i].elements for i in part), dtype=dtype, device=self.device)
-            else:
-                flat = torch.cat([layouts[i].packed(tensors[i].to(self.device, dtype)) for i in part])
-            collective(flat)
-            if keep:
-                pieces = torch.split(flat, [layouts[i].elements for i in part])
-                arrived += [layouts[i].unpacked(piece) for i, piece in zip(part, pieces, strict=True)]
-        return arrived
-
-
-def _buffers(layouts: Sequence[Layout]) -> Iterator[list[int]]:
-    """Yield runs of places that share a buffer: one dtype, at most `BUFFER_BYTES` unless a single one is larger."""
-    run: list[int] = []
-    filled = 0
-    for place, layout in enumerate(layouts):
-        size = layout.elements * layout.dtype.itemsize
-        if run and (filled + size > BUFFER_BYTES or layout.dtype != layouts[run[0]].dtype):
-            yield run
-            run, filled = [], 0
-        run.append(place)
-        filled += size
-    if run:
-        yield run
+    def copy_of(self, tensor: Tensor, owner: int = 0) -> Tensor:
+        """Return a copy of the owner's tensor; that of another process says shape and dtype."""
+        copy = tensor.detach().contiguous().clone()
+        dist.broadcast(copy, dist.get_global_rank(self.group, owner), group=self.group)
+        return copy
 
 
 def shared_out(costs: Mapping[str, int], processes: int) -> dict[str, int]:
@@ -187,11 +105,8 @@ def processes_of(model: nn.Module) -> Processes | None:
     own = unwrap(parallel)
     ignored = {name.removeprefix("module.") for name in parallel.parameters_to_ignore}
     if parallel.broadcast_buffers:
-        buffers = [buffer for name, buffer in own.named_buffers() if name not in ignored]
-        with torch.no_grad():
-            copies = processes.copies_of(0, [Layout.of(buffer) for buffer in buffers], buffers)
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.copy_(copy)
+        for buffer in (buffer for name, buffer in own.named_buffers() if name not in ignored):
+            buffer.data.copy_(processes.copy_of(buffer))
     named = {name: tensor for name, tensor in (*own.named_parameters(), *own.named_buffers()) if name not in ignored}
     _check_same(processes, named)
     return processes

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import re
 from typing import Any
 
 import torch
 
 from xkfac.errors import XkfacError
 
-_INSTALL = "pip install 'xkfac[experiments]'"
 _CALLED = {"sklearn": "scikit-learn", "PIL": "Pillow"}
-_WITH_TORCHVISION = ("torchvision", "timm")
-_MISSING_OPERATOR = re.compile(r"operator torchvision::\w+ does not exist")
 _OPERATORS: list[torch.library.Library] = []  # definitions last as long as their library
 
 
@@ -25,44 +20,23 @@ class PackageError(XkfacError):
 def imported(name: str, what: str) -> Any:
     """Return a module that `what` needs.
 
-    Raises PackageError with how to install its package, or, where it is installed, with why it cannot be imported.
+    Raises PackageError with the reason why it cannot be imported, and what to install.
     """
-    package = name.partition(".")[0]
     try:
         try:
             return importlib.import_module(name)
         except RuntimeError as error:
-            if not _MISSING_OPERATOR.search(str(error)):
+            if "operator torchvision::" not in str(error):
                 raise
             _define_operators()
             return importlib.import_module(name)
     except Exception as error:  # whatever a package does when it is imported
-        missing = _missing(error)
-        if missing is not None:
-            by = "" if missing == package else f", which {_called(package)} imports,"
-            raise PackageError(f"{what} needs {_called(missing)}{by} and it is not installed: {_INSTALL}") from None
-        which = "torchvision" if package in _WITH_TORCHVISION else package
-        fitting = f" in the build that fits torch {torch.__version__}" if which == "torchvision" else ""
+        package = name.partition(".")[0]
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise PackageError(
-            f"{what} needs {_called(package)}, which is installed but cannot be imported ({reason}); reinstall "
-            f"{_called(which)}{fitting}"
+            f"{what} needs {_CALLED.get(package, package)}, which cannot be imported ({reason}): pip install "
+            f"'xkfac[experiments]', and torchvision in the build for torch {torch.__version__}"
         ) from None
-
-
-def _called(package: str) -> str:
-    return _CALLED.get(package, package)
-
-
-def _missing(error: Exception) -> str | None:
-    """Return the package whose absence an error is about, None if it is about something else."""
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return None
-    package = error.name.partition(".")[0]
-    try:
-        return package if importlib.util.find_spec(package) is None else None
-    except (ImportError, ValueError):
-        return package
 
 
 def _define_operators() -> None:

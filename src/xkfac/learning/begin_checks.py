@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from xkfac.memory import Memory, excluded_by
 from xkfac.methods import Method
 from xkfac.model.batches import default_forward, size_of, to_device
 from xkfac.model.merged_weight import BoundUnit
-from xkfac.model.passes import NO_BATCH, count_batches, device_of, unwrap
-from xkfac.model.structure import Pass, check_structure
-from xkfac.model.units import discover
+from xkfac.model.passes import device_of, unwrap
+from xkfac.model.structure import check_structure
+from xkfac.model.units import find_units
 
 _TOLERANCE = 1e-5  # of a unit's merged weight: what float32 leaves of it on another device, or after re-centring
 
@@ -29,35 +29,6 @@ def check_recentring(method: Method, recentre: bool, has_data: bool) -> None:
         )
     if recentre and not has_data:
         raise XkfacError(f"method '{method.name}' re-centres BN on the target: begin needs its loader")
-
-
-class Peeked:
-    """The batches of a loader for one pass, of which the first is known before.
-
-    The loader is iterated once, so that an iterator loses no batch and a loader's workers start a single time.
-
-    Raises XkfacError when the loader is no iterable, or gives no batch.
-    """
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        if not isinstance(loader, Iterable):
-            raise XkfacError(f"the loader is a {type(loader).__name__}; it must be an iterable of batches")
-        self._loader = loader
-        self._rest = iter(loader)
-        try:
-            self.first = next(self._rest)
-        except StopIteration:
-            raise XkfacError(NO_BATCH) from None
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self.first
-        yield from self._rest
-
-    def __len__(self) -> int:
-        count = count_batches(self._loader, None)
-        if count is None:
-            raise TypeError("the loader does not say its length")
-        return count
 
 
 def check_batch(model: nn.Module, memory: Memory, batch: Any) -> None:
@@ -77,16 +48,15 @@ def check_batch(model: nn.Module, memory: Memory, batch: Any) -> None:
         memory.likelihood.check(output)
         return output
 
-    coverage, rows = discover(
+    coverage = find_units(
         model,
         to_device(batch, device_of(unwrap(model))),
         merge=memory.method.merge,
         per_parameter=memory.method.per_parameter,
         exclude=excluded_by(memory.method, model, memory.exclude),
         forward=checked,
-        synchronised=True,
     )
-    check_structure(memory.coverage, Pass(coverage, size_of(batch), rows))
+    check_structure(memory.coverage, coverage, size_of(batch))
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
 from xkfac.learning.balance import Balance
-from xkfac.learning.begin_checks import Peeked, check_at_anchor, check_batch, check_not_replaced, check_recentring
+from xkfac.learning.begin_checks import check_at_anchor, check_batch, check_not_replaced, check_recentring
 from xkfac.learning.extending import Keep, check_keep, extended, with_options
-from xkfac.learning.frozen import Frozen
+from xkfac.learning.held_bn import HeldBN
 from xkfac.learning.history import History
+from xkfac.learning.implicit_steps import ImplicitSteps
 from xkfac.learning.step_guard import StepGuard
 from xkfac.memory import Memory
 from xkfac.methods import get_method
@@ -26,13 +26,12 @@ from xkfac.model.passes import (
     Progress,
     check_loaded,
     device_of,
-    norms_of,
-    parallel_of,
     same_random_state,
     unwrap,
     widest_dtype,
 )
 from xkfac.model.recentre import recentre as recentre_model
+from xkfac.model.streams import Stream
 from xkfac.penalty.implicit import Implicit
 from xkfac.penalty.step import PenalisedStep
 from xkfac.routing.router import Router
@@ -103,9 +102,9 @@ class Learner:
         self._step = PenalisedStep(
             self.model, self.method, memory.units, read.curvature, read.anchor, damping, penalty_every
         )
-        self._bn_momentum = bn_momentum if self.method.follows_target else None
-        self._momenta: list[tuple[Any, float | None]] = []
-        self._frozen: Frozen | None = None
+        self._bn_momentum = bn_momentum
+        self._held: HeldBN | None = None
+        self._implicit_steps: ImplicitSteps | None = None
         self._begun = self._closed = False
         radius = None if memory.calibration is None else memory.calibration.radius
         self._guard = StepGuard(self.model, self._step, radius, self.stable_lr)
@@ -123,6 +122,7 @@ class Learner:
     def begin(
         self,
         loader: Iterable[Any] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
         recentre: bool | None = None,
         forward: Forward | None = None,
@@ -136,9 +136,11 @@ class Learner:
         anchor as soon as training begins. Its first batch also shows whether the network still has the units of the
         memory. With `recentre=False` no data is needed, and this is left to `finish`. The network must be at the
         memory's anchor, up to rounding, or a relative `tolerance` for each unit. forward: kept for `finish`.
+        optimizer: SGD, whose steps are made `implicit` in the penalty until `finish`, for learning rates up to the
+        largest that it, or its scheduler, has now: a strong penalty then bears what the target needs.
 
         Raises MismatchError when the network has other weights, statistics or units, XkfacError when `loader` is
-        missing or the method cannot re-centre.
+        missing, the method cannot re-centre, or the optimizer is none that can be made implicit.
         """
         self._check_open()
         check_not_replaced(self.model, self._step.bound)
@@ -148,25 +150,21 @@ class Learner:
         self.memory = with_options(self.memory, forward=forward)
         with same_random_state():
             if loader is not None:
-                loader = Peeked(loader)
+                loader = Stream(loader, most=1)
                 check_batch(self._wrapped, self.memory, loader.first)
                 if recentre:
                     options: dict[str, Any] = {"max_batches": max_batches, "progress": progress}
                     recentre_model(self._wrapped, loader, forward=self.memory.forward, **options)
-        self._start()
+        self._start(optimizer)
 
     def _check_open(self) -> None:
         if self._closed:
             raise XkfacError("this learner is closed and its hooks are gone; make a new Learner for the next task")
 
-    def _start(self) -> None:
-        if self._bn_momentum is not None and not self._begun:
-            self._momenta = [(norm, norm.momentum) for norm in norms_of(self.model).values()]
-            for norm, _ in self._momenta:
-                norm.momentum = self._bn_momentum
-        if (self.method.fixed_bn or self.method.fixed_affine) and not self._begun:
-            affine = [p for norm in norms_of(self.model).values() for p in norm.parameters(recurse=False)]
-            self._frozen = Frozen(affine, waited_for=parallel_of(self._wrapped) is not None)
+    def _start(self, optimizer: torch.optim.Optimizer | None, state: dict[str, Any] | None = None) -> None:
+        self._held = self._held or HeldBN(self._wrapped, self.method, self._bn_momentum)
+        if optimizer is not None and self._implicit_steps is None and self.protected:
+            self._implicit_steps = ImplicitSteps(optimizer, self.protected, self.implicit, state)
         self._step.readings.clear()
         self._begun = True
 
@@ -275,10 +273,10 @@ class Learner:
     def implicit(self, lr: float, momentum: float = 0.0, *, rank: int = 128) -> Implicit:
         """Return what makes steps of a learning rate implicit in the penalty, where the network is now.
 
-        Call its `step()` between the backward pass and the optimizer's step; it multiplies the gradients of protected
-        parameters by (I + eta * ls * strength * H)^-1, eta = lr / (1 - momentum), block by block and along at most
-        `rank` directions of a unit's inputs. A strong penalty then leaves the learning rate to the target. From here on
-        the penalty is evaluated in every step, unless the learner was given `penalty_every`.
+        Its `step()`, before each of the optimizer's (`begin(loader, optimizer)` sees to it), multiplies the gradients
+        of protected parameters by (I + eta * ls * strength * H)^-1, eta = lr / (1 - momentum), block by block and along
+        at most `rank` directions of a unit's inputs. From here on the penalty is evaluated in every step, unless the
+        learner was given `penalty_every`.
         """
         weight = lr / (1 - momentum) * self.importance[0] * self.strength
         return self._step.implicit(weight, rank)
@@ -291,8 +289,10 @@ class Learner:
         It is that of the `protected` parameters, 2 (1 + momentum) / (ls * strength * mu), with mu the largest
         eigenvalue of the Hessian of L_s in them, found by power iteration where the network is now, its BN read with
         population statistics; lower where `penalty_every` was given. The network is left as it is. It is infinite
-        without a penalty. implicit: the steps are those that it makes.
+        without a penalty. implicit: the steps are those that it makes; by default those of `begin`'s optimizer.
         """
+        if implicit is None and self._implicit_steps is not None:
+            implicit = self._implicit_steps.implicit
         return self._step.stable_lr(self.importance[0] * self.strength, momentum, implicit, iterations, seed)
 
     def _factors(self, share: float | Tensor | None) -> tuple[Any, Any]:
@@ -328,9 +328,10 @@ class Learner:
     ) -> Memory:
         """End the target task: return the memory extended by it, H <- ls * H + lt * H_t (postprocessing).
 
-        keep: `average` the factors (constant size) or keep `all` terms (exact, growing). Arguments left out are those
-        of the learner, or those the memory was made with. The learner is closed. router: gets the statistics of the
-        task whose layers are active.
+        keep: `average` the factors (constant size), keep `all` terms (exact, growing), or keep so many products: where
+        there are more, the two are averaged whose average is nearest to their sum. Arguments left out are those of the
+        learner, or those the memory was made with. The learner is closed. router: gets the statistics of the task whose
+        layers are active.
 
         Raises XkfacError where nothing has protected the past, since `objective` was never called.
         """
@@ -359,17 +360,26 @@ class Learner:
         """Return what a checkpoint in the middle of a task needs beside the model's and the optimizer's state."""
         balance = self.balance.state_dict() if self.balance else None
         interval = self._step.interval.state_dict()
-        return {"begun": self._begun, "balance": balance, "stepped": self._guard.stepped, "interval": interval}
+        implicit = None if self._implicit_steps is None else self._implicit_steps.state_dict()
+        state = {"begun": self._begun, "balance": balance, "stepped": self._guard.stepped}
+        return {**state, "interval": interval, "implicit": implicit}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a task in progress, in place of `begin`; the model's own state is loaded by the user."""
+    def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Take up a task in progress, in place of `begin`, with the optimizer that goes on, where `begin` had one.
+
+        The model's own state is loaded by the user.
+        """
         self._check_open()
         if (state["balance"] is None) != (self.balance is None):
             raise XkfacError("the state is of a learner " + ("without" if self.balance else "with") + " a balance")
         if self.balance is not None:
             self.balance.load_state_dict(state["balance"])
+        implicit = state.get("implicit")
+        if (implicit is None) != (optimizer is None) and self.protected:
+            call, had = ("state, optimizer", "with") if optimizer is None else ("state", "without")
+            raise XkfacError(f"the state is of a task begun {had} an optimizer; call load_state_dict({call})")
         if state["begun"]:
-            self._start()
+            self._start(optimizer, implicit)
             self._guard.stepped = state.get("stepped", True)  # states of before it was kept do not say
         if "interval" in state:
             self._step.interval.load_state_dict(state["interval"])
@@ -378,16 +388,14 @@ class Learner:
         """Take the hooks off the model, and give BN its momentum and frozen parameters their gradients back."""
         self._step.close()
         self._guard.remove()
-        if self._frozen is not None:
-            self._frozen.release()
-        for norm, momentum in self._momenta:
-            norm.momentum = momentum
-        self._momenta, self._frozen, self._begun, self._closed = [], None, False, True
+        if self._held is not None:
+            self._held.release()
+        if self._implicit_steps is not None:
+            self._implicit_steps.remove()
+        self._held, self._implicit_steps, self._begun, self._closed = None, None, False, True
 
     def __enter__(self) -> Learner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

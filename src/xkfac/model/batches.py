@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -35,24 +36,23 @@ def to_device(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=True)
     if callable(getattr(value, "to", None)):  # a packed sequence, a tokenizer's batch: these know how to move
         return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_device(item, device) for item in value)
-    return value
+    return _each(value, lambda item: to_device(item, device))
 
 
 def cloned(value: Any) -> Any:
-    """Return the nested structure `value` of lists, tuples and dicts with copies of its tensors, else itself."""
+    """Return the nested structure `value` with copies of its tensors."""
     if isinstance(value, Tensor):
         return value.clone()
-    if type(value) is dict:
-        return {key: cloned(item) for key, item in value.items()}
+    return copy.deepcopy(value) if callable(getattr(value, "to", None)) else _each(value, cloned)
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a mapping, list or tuple with every item changed; anything else as it is."""
+    if isinstance(value, Mapping):
+        return {key: change(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(cloned, value))
-    return type(value)(map(cloned, value)) if type(value) in (list, tuple) else value
+        return type(value)(*map(change, value))
+    return type(value)(map(change, value)) if isinstance(value, (list, tuple)) else value
 
 
 def inputs_of(batch: Any) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from xkfac.errors import XkfacError
-from xkfac.model.batches import tensors
+from xkfac.model.batches import cloned, tensors
 
 
 class Replayed:
@@ -35,7 +35,7 @@ class Replayed:
             self._function(batch)
         else:
             if self._graph is None:
-                self._batch = _cloned(batch)
+                self._batch = cloned(batch)
                 self._graph = self._recorded()
             for static, tensor in zip(tensors(self._batch), tensors(batch), strict=True):
                 static.copy_(tensor)
@@ -79,16 +79,3 @@ def captured(
         for tensor, value in kept:
             tensor.copy_(value)
     return graph
-
-
-def _cloned(batch: Any) -> Any:
-    """Return a copy of a batch whose tensors stay where they are from replay to replay."""
-    if isinstance(batch, Tensor):
-        return batch.clone()
-    if isinstance(batch, Mapping):
-        return {key: _cloned(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_cloned, batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map(_cloned, batch))
-    return batch

@@ -11,11 +11,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from xkfac.errors import XkfacError
 from xkfac.model.batches import size_of, to_device
+from xkfac.model.hooks import replace_forward, runs_its_class
 from xkfac.model.renorm import _BatchRenorm
 
 Statistics = Literal["batch", "population"]
@@ -93,6 +94,18 @@ def set_mode(model: nn.Module, statistics: Statistics) -> None:
 
 
 @contextmanager
+def norms_per_process(model: nn.Module) -> Iterator[None]:
+    """Have SyncBatchNorm layers normalise with the examples of their own process, as other BN layers do."""
+    synchronised = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+    replaced = [replace_forward(module, _BatchNorm.forward) for module in synchronised if runs_its_class(module)]
+    try:
+        yield
+    finally:
+        for one in replaced:
+            one.remove()
+
+
+@contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Restore buffers, flags of modules and parameters, and global random state on leaving, bit by bit.
 
@@ -102,6 +115,29 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     with _only_thread(model):
         yield from _restored(model)
+
+
+class NoisyWeights:
+    """Weights of a model with normal noise, `noise` times the root mean square of each; on leaving as they were."""
+
+    def __init__(self, weights: Iterable[Tensor], noise: float) -> None:
+        self._kept = [(weight, weight.detach().clone()) for weight in weights]
+        self._scales = [noise * kept.square().mean().sqrt() for _, kept in self._kept]
+
+    def __enter__(self) -> NoisyWeights:
+        return self
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator) -> None:
+        """Draw the noise anew."""
+        for (weight, kept), scale in zip(self._kept, self._scales, strict=True):
+            normal = torch.empty_like(kept).normal_(generator=generator)
+            weight.copy_(kept.addcmul(normal, scale))
+
+    @torch.no_grad()
+    def __exit__(self, *_: object) -> None:
+        for weight, kept in self._kept:
+            weight.copy_(kept)
 
 
 # The modules and parameters that passes are changing, by id, each with its thread; kept beside the modules, whose

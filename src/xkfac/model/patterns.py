@@ -20,7 +20,7 @@ def as_patterns(exclude: Iterable[str]) -> tuple[str, ...]:
     return (exclude,) if isinstance(exclude, str) else tuple(exclude)
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     """Whether a pattern means a parameter or layer of this name, or one that it is part of."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
 
@@ -41,7 +41,7 @@ def excluded_names(model: nn.Module, exclude: Iterable[str]) -> set[str]:
     excluded: set[str] = set()
     unknown = []
     for pattern in as_patterns(exclude):
-        hits = {known[name] for name in known if _matches(name, pattern)}
+        hits = {known[name] for name in known if matches(name, pattern)}
         if not hits:
             close = difflib.get_close_matches(pattern, [*dict(model.named_modules()), *known], 1)
             unknown.append(
@@ -60,10 +60,10 @@ def _shared_start(names: Sequence[Sequence[str]]) -> list[str]:
 def patterns_for(model: nn.Module, paths: Iterable[str]) -> list[str]:
     """Return few patterns that exclude the layers of these paths and nothing else."""
     paths = list(paths)
-    others = [name for name in _known(model) if not any(_matches(name, path) for path in paths)]
+    others = [name for name in _known(model) if not any(matches(name, path) for path in paths)]
 
     def means_others(pattern: str) -> bool:
-        return any(_matches(name, pattern) for name in others)
+        return any(matches(name, pattern) for name in others)
 
     names = [path.split(".") for path in paths]
     if len(paths) > 1:

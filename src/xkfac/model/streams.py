@@ -1,4 +1,4 @@
-"""Loaders that do not say their length: their first batches are read ahead, so that those with few can be counted."""
+"""Loaders whose first batches are read ahead: to count those that do not say their length, or to look at a batch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from xkfac.errors import XkfacError
 from xkfac.model.batches import cloned, tensors
-from xkfac.model.passes import count_batches
+from xkfac.model.passes import NO_BATCH, count_batches
 
 READ_AHEAD_BYTES = 2**30
 _END = object()
@@ -21,10 +22,14 @@ class Stream:
     They are copies: a loader may write its next batch where the last one was, and tensors from workers hold files open.
 
     count: how many batches there are if they are fewer than `most`, else `most`; None if too large to read so far.
+
+    Raises XkfacError for a loader that is no iterable.
     """
 
     def __init__(self, loader: Iterable[Any], most: int) -> None:
-        self._rest = iter(loader)
+        if not isinstance(loader, Iterable):
+            raise XkfacError(f"the loader is a {type(loader).__name__}; it must be an iterable of batches")
+        self._loader, self._rest = loader, iter(loader)
         self._ahead: deque[Any] = deque()
         self._ended = False
         room = READ_AHEAD_BYTES
@@ -38,15 +43,23 @@ class Stream:
         known = self._ended or len(self._ahead) == most
         self.count = len(self._ahead) if known else None
 
+    @property
+    def first(self) -> Any:
+        """The first batch; raises XkfacError where there is none."""
+        if not self._ahead:
+            raise XkfacError(NO_BATCH)
+        return self._ahead[0]
+
     def __iter__(self) -> Iterator[Any]:
         while self._ahead:
             yield self._ahead.popleft()
         yield from self._rest
 
     def __len__(self) -> int:
-        if not self._ended or self.count is None:
-            raise TypeError("the stream goes on beyond what was read ahead")
-        return self.count
+        length = self.count if self._ended else count_batches(self._loader, None)
+        if length is None:
+            raise TypeError("the loader does not say its length")
+        return length
 
 
 def counted(loader: Iterable[Any], most: int) -> tuple[Iterable[Any], int | None]:
@@ -55,8 +68,6 @@ def counted(loader: Iterable[Any], most: int) -> tuple[Iterable[Any], int | None
     The number is the same for a list and for a stream of the same batches. It is None for a stream of batches that are
     too large to be read ahead.
     """
-    if not isinstance(loader, Iterable):
-        return loader, None
     # The length of a DataLoader over a stream is a guess: each worker may end with a smaller batch.
     guess = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     length = None if guess else count_batches(loader, None)

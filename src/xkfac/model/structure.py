@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import fields
 
 from xkfac.errors import MismatchError, UnitError
+from xkfac.model.patterns import matches
 from xkfac.model.tracing import Convolution
 from xkfac.model.units import UNSEEN, Coverage, Row, Unit
 
 _RESTORE = "restore the network that the memory was made from, or make the memory again"
 
 
-@dataclass(frozen=True)
-class Pass:
-    """What a forward pass has shown of a network: its units, and of how many rows its layers take the first dimension.
-
-    examples: the size of the batch, 0 if unknown. rows: the first dimension of the input of every weight that a linear
-    map uses, by the weight's name.
-    """
-
-    coverage: Coverage
-    examples: int = 0
-    rows: Mapping[str, int] = field(default_factory=dict)
-
-
-def check_structure(before: Coverage, now: Pass) -> None:
-    """Compare the units of a memory with those that a forward pass has shown.
+def check_structure(before: Coverage, now: Coverage, examples: int = 0) -> None:
+    """Compare the units of a memory with those that a forward pass has shown, on a batch of so many examples if known.
 
     Units that are new, and those that are left out now, are no difference.
 
     Raises MismatchError for the first unit that is another one now, or is no longer used.
     """
-    known = {unit.name: unit for unit in now.coverage.units}
-    rows = {row.parameter: row for row in now.coverage.rows}
+    known = {unit.name: unit for unit in now.units}
+    rows = {row.parameter: row for row in now.rows}
     for unit in before.units:
         new = known.get(unit.name)
         if new is not None and _structure(unit) == _structure(new):
@@ -48,8 +35,8 @@ def check_structure(before: Coverage, now: Pass) -> None:
             raise _head(unit, unused_now=unseen[1])
         if new is None:
             owners = {row.unit for row in new_rows}
-            new = next((one for one in now.coverage.units if one.name in owners), None)
-        raise MismatchError(_difference(unit, new, now))
+            new = next((one for one in now.units if one.name in owners), None)
+        raise MismatchError(_difference(unit, new, now, examples))
 
 
 def _structure(unit: Unit) -> tuple[object, ...]:
@@ -67,12 +54,12 @@ def _head(unit: Unit, *, unused_now: bool) -> MismatchError:
     )
 
 
-def _difference(old: Unit, new: Unit | None, now: Pass) -> str:
+def _difference(old: Unit, new: Unit | None, now: Coverage, examples: int) -> str:
     """Return the sentence that says how a unit differs, and the remedy."""
     if new is None:
         return f"the network has no unit '{old.name}' any more; {_RESTORE}"
     if "free" in (old.kind, new.kind) and old.kind != new.kind:
-        return _free_difference(old, new, now)
+        return _free_difference(old, new, now, examples)
     start = f"unit '{old.name}'"
     if old.name != new.name:
         return f"{start} of the memory is part of unit '{new.name}' now; exclude the same layers as before"
@@ -84,20 +71,20 @@ def _difference(old: Unit, new: Unit | None, now: Pass) -> str:
     return f"{start} is {_described(new)} now and was {_described(old)} in the memory; {_RESTORE}"
 
 
-def _free_difference(old: Unit, new: Unit, now: Pass) -> str:
+def _free_difference(old: Unit, new: Unit, now: Coverage, examples: int) -> str:
     """Say why a layer has become a free parameter, or a free parameter a layer."""
     weight = (old if new.kind == "free" else new).weight or ""
-    rows = now.rows.get(weight)
+    rows = now.input_rows.get(weight)
     if new.kind == "free":
         start = f"unit '{old.name}' is a layer in the memory and a free parameter now"
-        if rows is None or not now.examples or rows == now.examples:
+        if rows is None or not examples or rows == examples:
             return f"{start}, since its weight is transformed, shared or used otherwise than by one layer; {_RESTORE}"
         return (
-            f"{start}, since its input has {rows} rows for a batch of {now.examples} examples; give inputs of the size "
+            f"{start}, since its input has {rows} rows for a batch of {examples} examples; give inputs of the size "
             "that the memory was made with, or make the memory again with batches of another size"
         )
     start = f"'{weight}' is a free parameter in the memory and the weight of a layer now"
-    if rows is None or not now.examples:
+    if rows is None or not examples:
         return f"{start}; {_RESTORE}"
     return (
         f"{start}, since its input has {rows} rows, as many as the batch has examples; use batches of another size if "
@@ -135,10 +122,9 @@ def leave_out(coverage: Coverage, patterns: Iterable[str]) -> tuple[set[str], Co
 
     Raises UnitError for a pattern that matches no unit, or a part of one alone.
     """
-    left_out: set[str] = set()
     matched: set[str] = set()
     for pattern in patterns:
-        hits = {row.parameter for row in coverage.rows if row.unit != "-" and _matches(row.parameter, pattern)}
+        hits = {row.parameter for row in coverage.rows if row.unit != "-" and matches(row.parameter, pattern)}
         if not hits:
             raise UnitError(f"'{pattern}' matches no parameter that the memory covers; see memory.summary()")
         matched |= hits
@@ -151,7 +137,3 @@ def leave_out(coverage: Coverage, patterns: Iterable[str]) -> tuple[set[str], Co
     units = tuple(unit for unit in coverage.units if unit.name not in left_out)
     rows = (row if row.unit not in left_out else Row(row.parameter, "-", "excluded", row.size) for row in coverage.rows)
     return left_out, Coverage(units, tuple(rows))
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")

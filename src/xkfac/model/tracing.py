@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,23 +75,16 @@ def _each(value: Any, rank: int) -> tuple[int, ...]:
     return values * rank if len(values) == 1 else values
 
 
-class Trace(TorchFunctionMode, ABC):
-    """Watches the torch functions of a forward pass; `norm` is the path of the BN that is running, if any."""
+class Trace(TorchFunctionMode):
+    """Watches the torch functions of a forward pass; `norm` is the path of the BN that is running, if any.
+
+    A subclass says in `__torch_function__` what it does with each.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.norm: str | None = None
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a torch function through `watch`."""
-        return self.watch(func, args, kwargs or {})
-
-    @abstractmethod
-    def watch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one torch function; a subclass looks at it and may replace its result."""
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -71,10 +71,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The units of a network, and a row for every one of its parameters, then of the statistics of unmerged BN."""
+    """The units of a network, and a row for every one of its parameters, then of the statistics of unmerged BN.
+
+    input_rows: the first dimension of the input of every weight that a linear map has used, by the weight's name.
+    """
 
     units: tuple[Unit, ...]
     rows: tuple[Row, ...]
+    input_rows: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def noted(self, units: Iterable[str], note: str) -> Coverage:
         """Return the coverage with a note added to the rows of some units."""
@@ -116,7 +120,10 @@ class _Discovery(Trace):
         self.users: dict[str, set[str | None]] = defaultdict(set)
         self.output_users: dict[int, set[str | None]] = {}
 
-    def watch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
         arguments = [*tensors(args), *tensors(kwargs)]
         versions = [_version(tensor) for tensor in arguments]
         result = func(*args, **kwargs)
@@ -190,41 +197,18 @@ def find_units(
     per_parameter: bool = False,
     exclude: Iterable[str] = (),
     forward: Forward | None = None,
-    synchronised: bool = False,
 ) -> Coverage:
     """Run `model` once on `batch` and return its units.
 
     With `merge=False` nothing is merged: a layer and the BN behind it are two units, and that of a BN holds its gamma,
     beta, mu and sigma one by one. With `per_parameter` every parameter is a free one (plain EWC). `exclude` names
     parameters, modules (all their parameters) or patterns such as "head*" that are left out. `forward(model, batch)`
-    says how the model takes a batch. `synchronised` admits SyncBatchNorm layers, for a pass that their processes share.
+    says how the model takes a batch.
 
-    Raises UnitError for BN layers that have no merged weight of their own: without running statistics, synchronised
-    across processes, called more than once, with a gamma or beta that is transformed or shared, or with a first
+    Raises UnitError for BN layers that have no merged weight of their own: without running statistics,
+    called more than once, with a gamma or beta that is transformed or shared, or with a first
     dimension that is not the batch.
     """
-    return discover(
-        model,
-        batch,
-        merge=merge,
-        per_parameter=per_parameter,
-        exclude=exclude,
-        forward=forward,
-        synchronised=synchronised,
-    )[0]
-
-
-def discover(
-    model: nn.Module,
-    batch: Any,
-    *,
-    merge: bool,
-    per_parameter: bool,
-    exclude: Iterable[str],
-    forward: Forward | None,
-    synchronised: bool,
-) -> tuple[Coverage, dict[str, int]]:
-    """Do what `find_units` does; return also the first dimension of the input of every weight that linear maps use."""
     model = unwrap(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -236,16 +220,16 @@ def discover(
         model.eval()
         output = (forward or default_forward)(model, batch)
     trace._use(list(tensors(output)), None, ())
-    found = [] if per_parameter else list(_layers_and_norms(trace, size_of(batch), merge, excluded, synchronised))
-    taken = {name for unit in found for name in parameters_of(model, unit)}
+    units = [] if per_parameter else list(_layers_and_norms(trace, size_of(batch), merge, excluded))
+    taken = {name for unit in units for name in parameters_of(model, unit)}
     for name, parameter in model.named_parameters():
         if name not in taken and name not in excluded:
-            found.append(Unit(name, "free", (1, 1, parameter.numel()), weight=name))
+            units.append(Unit(name, "free", (1, 1, parameter.numel()), weight=name))
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     # A BN without gamma and beta has no place among the parameters; where it is a unit by itself, it comes last.
-    found.sort(key=lambda unit: min((order[name] for name in parameters_of(model, unit)), default=len(order)))
-    coverage = Coverage(tuple(found), tuple(_rows(model, found, excluded, set(trace.users))))
-    return coverage, {weight: layer.calls[0].input.shape[0] for weight, layer in trace.layers.items()}
+    units.sort(key=lambda unit: min((order[name] for name in parameters_of(model, unit)), default=len(order)))
+    input_rows = {weight: layer.calls[0].input.shape[0] for weight, layer in trace.layers.items()}
+    return Coverage(tuple(units), tuple(_rows(model, units, excluded, set(trace.users))), input_rows)
 
 
 def parameters_of(model: nn.Module, unit: Unit) -> tuple[str, ...]:
@@ -257,9 +241,7 @@ def parameters_of(model: nn.Module, unit: Unit) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _layers_and_norms(
-    trace: _Discovery, size: int, merge: bool, excluded: set[str], synchronised: bool
-) -> Iterator[Unit]:
+def _layers_and_norms(trace: _Discovery, size: int, merge: bool, excluded: set[str]) -> Iterator[Unit]:
     merged: set[str] = set()
     faults: dict[str, str] = {}
     for weight, layer in trace.layers.items():
@@ -277,7 +259,7 @@ def _layers_and_norms(
         # Read as an affine map, a lone BN without gamma and beta is a constant; its mu and sigma by themselves are not.
         if excluded.intersection([path, *affine]) or (merge and path not in merged and not affine):
             continue
-        fault = _fault_of(trace, path, size, synchronised and merge)
+        fault = _fault_of(trace, path, size)
         if fault is not None:
             faults[path] = fault
         elif path not in merged:
@@ -335,14 +317,9 @@ def _norm_behind(trace: _Discovery, layer: _Layer) -> str | None:
     return next(iter(users)) if len(users) == 1 else None
 
 
-def _fault_of(trace: _Discovery, path: str, size: int, synchronised: bool) -> str | None:
+def _fault_of(trace: _Discovery, path: str, size: int) -> str | None:
     """Return why a BN has no merged weight of its own, and what to do about it; None if it has one."""
     norm, inputs = trace.norms[path], trace.norm_inputs[path]
-    if isinstance(norm, nn.SyncBatchNorm) and not synchronised:
-        return (
-            "is a SyncBatchNorm, whose statistics span processes; give a merged method the DistributedDataParallel "
-            "model, use per-process BatchNorm layers"
-        )
     if norm.running_mean is None:
         return "has no running statistics, so it has no anchor; build it with track_running_stats=True"
     if len(inputs) > 1:

@@ -30,7 +30,7 @@ class Implicit:
     """Turns gradients of parameters that a penalty protects into those of steps that are implicit in the penalty.
 
     weight: eta * ls * strength, what the curvature is multiplied by. rank: how many directions of a unit's inputs are
-    looked at. Units of other kinds than layers with Kronecker or diagonal blocks are left as they are.
+    looked at. What has no Kronecker or diagonal block, and a BN that is a unit by itself, are left as they are.
     """
 
     @torch.no_grad()
@@ -41,7 +41,7 @@ class Implicit:
         generator = torch.Generator("cpu").manual_seed(seed)
         for one in bound:
             block = curvature.block(one.unit.name)
-            if block is not None and one.unit.kind in ("linear", "conv"):
+            if block is not None and one.unit.kind in ("linear", "conv", "free"):
                 found += _parts_of(one, block, weight, rank, generator)
         alike: dict[tuple[Any, ...], list[tuple[Tensor, _Part]]] = {}
         for parameter, part in found:
@@ -70,7 +70,13 @@ class Implicit:
         """Change `.grad` of the parameters, after a backward pass and before the optimizer's step."""
         known = [parameter for parameter in self.parameters if parameter.grad is not None]
         before = [parameter.grad for parameter in known if parameter.grad is not None]
-        torch._foreach_copy_(before, self(known, before))
+        if known:
+            torch._foreach_copy_(before, self(known, before))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All matrices, for a checkpoint."""
+        return [getattr(part, name) for _, part in self._groups for name in part.tensors]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -80,6 +86,8 @@ class Implicit:
 
 class _Scaled:
     """A diagonal matrix, `values` [n, ...]."""
+
+    tensors = ("values",)
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.shape = values, values.shape[1:]
@@ -94,6 +102,8 @@ class _Scaled:
 
 class _Mixed:
     """Matrices [n, C, C] on vectors, `groups` of them on each one."""
+
+    tensors = ("matrices",)
 
     def __init__(self, matrices: Tensor, groups: int) -> None:
         self.matrices, self.groups, self.shape = matrices, groups, (groups, *matrices.shape[1:])
@@ -119,6 +129,8 @@ class _Turned:
 
     The columns of G are in the order of `member`, in which weights lie in memory.
     """
+
+    tensors = ("left", "right", "change")
 
     def __init__(self, member: Member, left: Tensor, right: Tensor, change: Tensor) -> None:
         self.member, self.left, self.right, self.change = member, left, right, change
@@ -147,7 +159,7 @@ class _Turned:
 
     @classmethod
     def stacked(cls, parts: Sequence[Any]) -> _Turned:
-        whole = [torch.cat([getattr(part, name) for part in parts]) for name in ("left", "right", "change")]
+        whole = [torch.cat([getattr(part, name) for part in parts]) for name in cls.tensors]
         return cls(parts[0].member, *whole)
 
     def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -168,6 +180,8 @@ def _parts_of(
 ) -> list[tuple[Tensor, _Part]]:
     """Return the parameters of a unit, each with the inverse of its block of I + weight * H."""
     groups, rows, columns = one.unit.shape
+    if one.unit.kind == "free":
+        return [(one.weight, _scaled(one.weight, block.values, weight))] if isinstance(block, Diagonal) else []
     scale, inverse, offset = _affine(one)
     # dW~ / dgamma of each channel, homogeneous coordinate included.
     along = torch.cat([one.weight.flatten(1) * inverse[:, None], (offset * inverse)[:, None]], 1)
@@ -178,7 +192,7 @@ def _parts_of(
         of = [(one.weight, values[:, :inner] * scale.square()[:, None])]
         of += [] if one.bias is None else [(one.bias, values[:, -1] * scale.square())]
         of += [(one.norm.bias, values[:, -1]), (one.norm.weight, (values * along.square()).sum(1))] if affine else []
-        return [(parameter, _Scaled(1 / (1 + weight * own.reshape(1, *parameter.shape)))) for parameter, own in of]
+        return [(parameter, _scaled(parameter, own, weight)) for parameter, own in of]
     if not isinstance(block, Kronecker):
         return []
     by_group = scale.view(groups, rows, 1)
@@ -197,6 +211,10 @@ def _parts_of(
         squares = torch.stack([t.right * torch.bmm(rows_of, _times(t, rows_of.mT)) for t in block.terms]).sum(0)
         found.append((one.norm.weight, _Mixed.inverse(squares, weight)))
     return found
+
+
+def _scaled(parameter: Tensor, curvature: Tensor, weight: float) -> _Scaled:
+    return _Scaled(1 / (1 + weight * curvature.reshape(1, *parameter.shape)))
 
 
 def _affine(one: BoundUnit) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,9 +50,8 @@ IMAGES, LABELS = NAMES[:2]
 @pytest.fixture
 def small(monkeypatch):
     """Let the small files be the published ones."""
-    for name, known in digits.MNIST.items():
-        md5, sha256 = hashlib.md5(PACKED[name]).hexdigest(), hashlib.sha256(CONTENT[name]).hexdigest()
-        monkeypatch.setitem(digits.MNIST, name, known._replace(packed_md5=md5, content_sha256=sha256))
+    for name in digits.MNIST:
+        monkeypatch.setitem(digits.MNIST, name, hashlib.sha256(CONTENT[name]).hexdigest())
     monkeypatch.delenv("XKFAC_DATA", raising=False)
 
 
@@ -70,52 +69,6 @@ def sources(part):
 
 def rows(part):
     return {tuple(row) for row in part.x.tolist()}
-
-
-# --- idx files
-
-
-shapes = st.integers(1, 3).flatmap(lambda d: st.lists(st.integers(1, 7), min_size=d, max_size=d))
-
-
-@given(shape=shapes, seed=st.integers(0, 99))
-@settings(max_examples=80, deadline=None)
-def test_an_idx_file_gives_its_array(shape, seed):
-    array = torch.randint(256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    found = digits.parse_idx(bytearray(idx(array)), len(shape))
-    assert found.dtype == torch.uint8
-    assert torch.equal(found, array)
-
-
-@given(shape=shapes, draw=st.data())
-@settings(max_examples=80, deadline=None)
-def test_an_idx_file_cut_or_extended_is_refused(shape, draw):
-    content = idx(torch.zeros(shape, dtype=torch.uint8))
-    at = draw.draw(st.integers(0, len(content) - 1))
-    for wrong in (content[:at], content + content[: at + 1]):
-        with pytest.raises(DataError):
-            digits.parse_idx(bytearray(wrong), len(shape))
-
-
-@given(shape=shapes, draw=st.data())
-@settings(max_examples=80, deadline=None)
-def test_any_other_byte_in_the_header_is_refused(shape, draw):
-    content = bytearray(idx(torch.zeros(shape, dtype=torch.uint8)))
-    at = draw.draw(st.integers(0, 3 + 4 * len(shape)))
-    content[at] = draw.draw(st.integers(0, 255).filter(lambda value: value != content[at]))
-    with pytest.raises(DataError):
-        digits.parse_idx(content, len(shape))
-
-
-def test_what_is_wrong_with_an_idx_file_is_said():
-    with pytest.raises(DataError, match="begins with '3c 21 44 4f', not with '00 00 08 03'"):
-        digits.parse_idx(bytearray(b"<!DOCTYPE html>"), 3)
-    with pytest.raises(DataError, match="header ends after 6 of 8 bytes"):
-        digits.parse_idx(bytearray(b"\0\0\x08\x01\0\0"), 1)
-    with pytest.raises(DataError, match=r"sizes \[2, 3\], 6 bytes in all, and 5 follow"):
-        digits.parse_idx(bytearray(idx(torch.zeros(2, 3, dtype=torch.uint8))[:-1]), 2)
-    with pytest.raises(DataError, match=r"sizes \[0\], 0 bytes"):
-        digits.parse_idx(bytearray(b"\0\0\x08\x01\0\0\0\0"), 1)
 
 
 # --- MNIST from files
@@ -181,12 +134,12 @@ def test_a_folder_that_is_none_is_named(tmp_path, small):
     with pytest.raises(DataError, match="file' is no folder"):
         digits.load("mnist", tmp_path / "file", validation=8)
     with pytest.raises(DataError, match=r"could not be written .*; choose another folder"):
-        digits.load("mnist", tmp_path / "file", validation=8, download=True, report=lambda line: None)
+        digits.load("mnist", tmp_path / "file", validation=8, download=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_one_changed_byte_is_noticed_with_both_checksums(tmp_path, small, name, suffix):
+def test_one_changed_byte_is_noticed(tmp_path, small, name, suffix):
     changed = bytearray(CONTENT[name])
     changed[-1] ^= 1
     write(tmp_path, PACKED if suffix else CONTENT, suffix)
@@ -196,7 +149,7 @@ def test_one_changed_byte_is_noticed_with_both_checksums(tmp_path, small, name, 
     for words in (
         str(tmp_path / f"{name}{suffix}"),
         hashlib.sha256(changed).hexdigest(),
-        digits.MNIST[name].content_sha256,
+        digits.MNIST[name],
         "delete it and add --download",
     ):
         assert words in str(caught.value)
@@ -226,7 +179,7 @@ def test_a_gz_file_cut_or_changed_at_any_byte_never_gives_other_data(tmp_path, s
 def test_a_web_page_in_place_of_a_file_is_named(tmp_path, small):
     write(tmp_path, CONTENT)
     (tmp_path / IMAGES).write_bytes(b"<html>404</html>")
-    with pytest.raises(DataError, match=rf"{IMAGES}' is damaged or no file of mnist: it begins with '3c 68 74 6d'"):
+    with pytest.raises(DataError, match=rf"{IMAGES}' is damaged or no file of mnist"):
         digits.load("mnist", tmp_path, validation=8)
 
 
@@ -298,13 +251,12 @@ WHOLE = sorted(f"MNIST/raw/{name}.gz" for name in NAMES)
 
 
 def test_download_fetches_all_once_and_the_files_are_found_again(tmp_path, small, serve):
-    folder, lines = tmp_path / "new", []
-    mirror, asked = serve(PACKED)
-    parts = digits.load("mnist", folder, validation=8, download=True, report=lines.append)
+    folder = tmp_path / "new"
+    _, asked = serve(PACKED)
+    parts = digits.load("mnist", folder, validation=8, download=True)
     assert files_below(folder) == WHOLE
     assert {name: (folder / "MNIST" / "raw" / f"{name}.gz").read_bytes() for name in NAMES} == PACKED
     assert asked == [f"/mnist/{name}.gz" for name in NAMES]
-    assert f"fetching {mirror}{IMAGES}.gz" in lines
     for download in (True, False):
         again = digits.load("mnist", folder, validation=8, download=download)
         assert torch.equal(again.train.x, parts.train.x)
@@ -312,13 +264,13 @@ def test_download_fetches_all_once_and_the_files_are_found_again(tmp_path, small
 
 
 def test_download_fetches_only_what_is_missing_and_says_so_on_stderr(tmp_path, small, serve, capsys):
-    _, asked = serve(PACKED)
+    mirror, asked = serve(PACKED)
     write(tmp_path / "mnist", {name: CONTENT[name] for name in NAMES[1:]})
     digits.load("mnist", tmp_path, validation=8, download=True)
     assert asked == [f"/mnist/{IMAGES}.gz"]
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert f"{IMAGES}.gz" in printed.err
+    assert f"fetching {mirror}{IMAGES}.gz" in printed.err
 
 
 @pytest.mark.parametrize("fault", ["absent", "damaged", "short", "refused"])
@@ -331,11 +283,9 @@ def test_the_second_mirror_is_asked_when_the_first_fails(tmp_path, small, serve,
         bad = {} if fault == "absent" else PACKED if fault == "short" else dict.fromkeys(NAMES, PACKED[LABELS][:-1])
         serve(bad, short=fault == "short")
     _, asked = serve(PACKED)
-    lines = []
-    assert len(digits.load("mnist", tmp_path, validation=8, download=True, report=lines.append).test) == TEST
+    assert len(digits.load("mnist", tmp_path, validation=8, download=True).test) == TEST
     assert len(asked) == 4
     assert files_below(tmp_path) == WHOLE
-    assert sum(line.startswith("failed: ") for line in lines) == 4
 
 
 def test_when_every_mirror_fails_each_is_named_with_its_failure_and_nothing_is_left(tmp_path, small, serve):
@@ -343,11 +293,9 @@ def test_when_every_mirror_fails_each_is_named_with_its_failure_and_nothing_is_l
     first, _ = serve({})
     second, _ = serve({IMAGES: damaged})
     with pytest.raises(DataError) as caught:
-        digits.load("mnist", tmp_path, validation=8, download=True, report=lambda line: None)
+        digits.load("mnist", tmp_path, validation=8, download=True)
     message = str(caught.value)
     assert f"'{IMAGES}.gz' could not be fetched from {first} (HTTP Error 404: Not Found) nor from {second} (" in message
-    assert hashlib.md5(damaged).hexdigest() in message
-    assert digits.MNIST[IMAGES].packed_md5 in message
     assert files_below(tmp_path) == []
 
 
@@ -364,9 +312,9 @@ def test_an_interrupted_download_leaves_nothing_and_the_next_one_goes_on(tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            digits.load("mnist", tmp_path, validation=8, download=True, report=lambda line: None)
+            digits.load("mnist", tmp_path, validation=8, download=True)
     assert files_below(tmp_path) == [f"MNIST/raw/{IMAGES}.gz"]
-    digits.load("mnist", tmp_path, validation=8, download=True, report=lambda line: None)
+    digits.load("mnist", tmp_path, validation=8, download=True)
     assert len(asked) == 5
 
 
@@ -430,7 +378,7 @@ def test_digits_are_those_of_scikit_learn_scaled_to_one():
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
-    with pytest.raises(DataError, match=r"pip install 'xkfac\[experiments\]'"):
+    with pytest.raises(XkfacError, match=r"pip install 'xkfac\[experiments\]'"):
         digits.load("digits", None, validation=100)
 
 
@@ -440,10 +388,6 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
         (1397, None, "validation=1397 leaves 0 for training, and 1 must be left; lower validation$"),
         (5000, None, "leaves 0 for training"),
         (397, 1001, "validation=397 leaves 1000 for training, and 1001 must be left; lower validation or train$"),
-        (-1, None, "validation is -1; it must be an integer of at least 0"),
-        (0.1, None, "validation is 0.1; it must be an integer"),
-        (True, None, "validation is True; it must be an integer"),
-        (0, 0, "train is 0; it must be an integer of at least 1"),
     ],
 )
 def test_too_few_examples_are_said(validation, train, words):
@@ -451,14 +395,7 @@ def test_too_few_examples_are_said(validation, train, words):
         digits.load("digits", None, validation=validation, train=train)
 
 
-def test_an_unknown_data_set_names_the_nearest():
-    with pytest.raises(DataError, match=r"'MNST' is not known \(did you mean 'mnist'\?\); it is one of digits, mnist"):
-        digits.load("MNST", None, validation=0)
-    with pytest.raises(XkfacError, match="'cifar' is not known; it is one of"):
-        digits.load("cifar", None, validation=0)
-
-
-# --- random streams, permutations, batches
+# --- streams
 
 
 def draws(generator):
@@ -481,12 +418,6 @@ def test_streams_are_fixed_by_their_key_alone():
 def test_keys_that_look_alike_have_different_streams():
     keys = [("a", 1), ("a", "1"), ("a1",), ("a/1",), ("a", 1, 1), ("a", 11), ("b", 1), (1, "a"), ("a",), ("a", -1)]
     assert len({tuple(draws(digits.stream(*key))) for key in keys}) == len(keys)
-
-
-@pytest.mark.parametrize("key", [(), ("a", 1.0), ("a", True), ("a", None), (("a", 1),)])
-def test_a_key_of_anything_but_text_and_integers_is_refused(key):
-    with pytest.raises(DataError, match="key of a random stream"):
-        digits.stream(*key)
 
 
 @given(features=st.integers(1, 900), seed=st.integers(-(2**40), 2**70), task=st.integers(0, 10**6))
@@ -546,8 +477,6 @@ def test_every_epoch_has_another_order_and_leaves_out_others():
 def test_no_full_batch_is_said():
     with pytest.raises(DataError, match="batch size is 11, but there are 10 examples"):
         digits.batches(10, 11, seed=0, task=0, epoch=0)
-    with pytest.raises(DataError, match="the batch size is 0; it must be an integer of at least 1"):
-        digits.batches(10, 0, seed=0, task=0, epoch=0)
 
 
 def test_parts_move_and_nothing_depends_on_the_default_device():

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import made_up
 from xkfac.errors import XkfacError
 from xkfac.experiments.report import comparison, drawing, figures, multiples, styles, tables
-from xkfac.experiments.report.drawing import Drawn
+from xkfac.experiments.report.summary import summary
 from xkfac.experiments.runs.results import JobResult, Spread
 
 ROOT2 = math.sqrt(2)
@@ -24,93 +24,95 @@ def read(path):
         return list(csv.DictReader(file))
 
 
-def by_name(rows):
-    return {row.entry.name: row for row in rows}
+def by_name(run):
+    return {line.name: line for line in tables.entries([run])}
+
+
+def values(run):
+    """By line and column, what the summary shows."""
+    lines = tables.entries([run])
+    return {line.name: {column.title: column.value(line) for column in tables.columns(lines)} for line in lines}
 
 
 # ---------------------------------------------------------------- summary
 
 
 def test_summary_by_hand():
-    row = by_name(tables.summary([made_up.small()]))["kfac"]
+    line, row = by_name(made_up.small())["kfac"], values(made_up.small())["kfac"]
     # After t tasks the accuracies are 96 + seed - 2 * (t - 1 - i), i = 0 ... t - 1; on average 96 + seed - (t - 1).
-    assert {count: value.mean for count, value in row.at.items()} == {5: 92.5, 10: 87.5}
-    assert row.final.mean == 87.5
-    assert row.final.deviation == pytest.approx(1 / ROOT2)
-    assert row.forgetting.mean == row.backward_transfer.mean * -1 == pytest.approx(2 * np.mean(range(1, 10)))
-    assert row.forward_transfer.mean == 2.5
-    assert row.learning_accuracy.mean == 96.5
-    assert row.seconds.mean == 2.5
-    assert (row.repeats, row.tasks, row.reached, row.notes) == (2, 10, 10, ())
+    assert (row["after 5"].mean, row["after 10"].mean) == (92.5, 87.5)
+    assert row["after 10"].deviation == pytest.approx(1 / ROOT2)
+    assert row["forgetting"].mean == row["backward transfer"].mean * -1 == pytest.approx(2 * np.mean(range(1, 10)))
+    assert row["forward transfer"].mean == 2.5
+    assert row["as learnt"].mean == 96.5
+    assert row["s / task"].mean == 2.5
+    assert (line.repeats, line.reached, line.notes) == (2, 10, ())
 
 
 def test_joint_training_has_accuracies_alone():
-    row = by_name(tables.summary([made_up.small()]))["joint"]
-    assert (row.final.mean, row.at[5].mean, row.reached) == (98.5, 98.5, 10)
-    assert (row.forgetting, row.backward_transfer, row.forward_transfer, row.learning_accuracy) == (None,) * 4
+    row = values(made_up.small())["joint"]
+    assert (row["after 5"].mean, row["after 10"].mean) == (98.5, 98.5)
+    assert next(title for title, value in row.items() if value is None) == "forgetting"
+    assert sum(value is None for value in row.values()) == 4
 
 
 def test_joint_training_after_every_task_is_not_read_as_a_sequence():
     run = made_up.run(made_up.SMALL.replace("at = [5, 10]", "at = [1, 2]"), [made_up.joint("joint", 0, (1, 2))])
-    row = by_name(tables.summary([run]))["joint"]
-    assert (row.final.mean, row.forgetting, row.backward_transfer) == (98, None, None)
+    line = by_name(run)["joint"]
+    assert (line.final.mean, line.at_the_end(JobResult.backward_transfer)) == (98, None)
 
 
 def test_single_repeat_has_no_deviation():
-    row = by_name(tables.summary([made_up.single()]))["xkfac"]
-    assert math.isnan(row.final.deviation)
-    assert tables.number(row.final) == "91.50"
-    assert row.at[5].count == 1
+    line = by_name(made_up.single())["xkfac"]
+    assert math.isnan(line.final.deviation)
+    assert tables.number(line.final) == "91.50"
+    assert line.averages[5].count == 1
 
 
 def test_diverged_repeats_are_named_and_left_out():
-    rows = by_name(tables.summary([made_up.diverged()]))
-    assert rows["kfac"].notes == ("diverged at task 7 (1 of 2 repeats)",)
-    assert rows["xkfac"].notes == ("diverged at task 4 (1 of 2 repeats)",)  # NaN alone, without the flag
-    assert (rows["xkfac"].final.mean, rows["xkfac"].final.count) == (91.5, 1)
-    assert (rows["kfac"].at[5].mean, rows["kfac"].at[5].count) == (92.5, 2)
-    assert all(math.isfinite(rows[name].forgetting.mean) for name in ("xkfac", "kfac"))
-
-
-def test_chance_accuracies_after_divergence_do_not_count():
-    job = replace(made_up.job("kfac", 0, 10), diverged=4)
-    assert len(tables.finite_part(job).accuracy) == 4
-    assert len(tables.finite_part(job).before) == 4
+    lines = by_name(made_up.diverged())
+    assert lines["kfac"].notes == ("diverged at task 7 (1 of 2 repeats)",)
+    assert lines["xkfac"].notes == ("diverged at task 4 (1 of 2 repeats)",)
+    assert (lines["xkfac"].final.mean, lines["xkfac"].final.count) == (91.5, 1)
+    assert (lines["kfac"].averages[5].mean, lines["kfac"].averages[5].count) == (92.5, 2)
 
 
 def test_joint_training_that_diverged_keeps_what_it_measured():
     jobs = [replace(made_up.joint("joint", 0, (5,)), diverged=1)]
-    row = by_name(tables.summary([made_up.run(made_up.SMALL, jobs)]))["joint"]
-    assert (row.at[5].mean, row.reached) == (98, 5)
-    assert row.notes[0].startswith("diverged")
+    line = by_name(made_up.run(made_up.SMALL, jobs))["joint"]
+    assert (line.averages[5].mean, line.reached) == (98, 5)
+    assert line.notes[0].startswith("diverged")
 
 
 def test_in_progress_is_said():
-    rows = by_name(tables.summary([made_up.in_progress()]))
-    assert rows["xkfac"].notes == ("0 to 4 of 10 tasks so far",)
-    assert rows["kfac"].notes == rows["joint"].notes == ("not started",)
-    assert (rows["xkfac"].reached, rows["xkfac"].final.mean, rows["xkfac"].forgetting.mean) == (4, 94.5, 2)
+    lines = by_name(made_up.in_progress())
+    assert lines["xkfac"].notes == ("0 to 4 of 10 tasks so far",)
+    assert lines["kfac"].notes == lines["joint"].notes == ("not started",)
+    assert (lines["xkfac"].reached, lines["xkfac"].final.mean) == (4, 94.5)
+    assert values(made_up.in_progress())["xkfac"]["forgetting"].mean == 2
     fewer = made_up.run(made_up.SMALL, [made_up.job("xkfac"), JobResult("xkfac", 1)])
-    assert by_name(tables.summary([fewer]))["xkfac"].notes == ("1 of 2 repeats so far",)
+    assert by_name(fewer)["xkfac"].notes == ("1 of 2 repeats so far",)
 
 
 def test_best_of_a_column():
-    rows = tables.summary([made_up.small()])
-    columns = {column.title: column for column in tables.columns(rows)}
+    lines = tables.entries([made_up.small()])
+    columns = {column.title: column for column in tables.columns(lines)}
     assert list(columns)[:3] == ["after 5", "after 10", "forgetting"]
-    assert tables.best(columns["after 10"], rows) == {0}  # not joint training, which has more
-    assert tables.best(columns["forgetting"], rows) == {0}  # less is better
-    assert tables.best(columns["as learnt"], rows) == set()  # all the same
-    rows = tables.summary([made_up.diverged()])
-    assert all(tables.best(column, rows) == set() for column in tables.columns(rows))
+    assert tables.best(columns["after 10"], lines) == {0}  # not joint training, which has more
+    assert tables.best(columns["forgetting"], lines) == {0}  # less is better
+    assert tables.best(columns["as learnt"], lines) == set()  # all the same
+    lines = tables.entries([made_up.diverged()])
+    assert all(tables.best(column, lines) == set() for column in tables.columns(lines))
 
 
 def test_summary_as_text_and_csv(tmp_path):
-    text = tables.summary_text([made_up.small()])
-    assert text[0][:3] == ["line", "after 5", "after 10"]
-    assert text[1][:3] == ["XK-FAC", "94.50 ± 0.71 *", "92.00 ± 0.71 *"]
+    lines = tables.entries([made_up.small()])
+    heads, rows = summary(lines).texts()
+    assert heads[:3] == ["line", "after 5", "after 10"]
+    assert rows[0][:3] == ["XK-FAC", "94.50 ± 0.71 *", "92.00 ± 0.71 *"]
+    assert rows[0][-1] == "2"  # repeats
     path = tmp_path / "summary.csv"
-    path.write_text(tables.summary_csv(tables.summary([made_up.small()])), encoding="utf-8")
+    path.write_text(tables.summary_csv(lines), encoding="utf-8")
     row = read(path)[1]
     assert (row["label"], float(row["after_10"]), float(row["s_per_task"])) == ("K-FAC", 87.5, 2.5)
     assert float(row["after_10_deviation"]) == pytest.approx(1 / ROOT2)
@@ -162,36 +164,38 @@ def test_files_hold_the_numbers(tmp_path):
     drawn = {figure.key: figure for figure in figures.draw_all([made_up.small()], tmp_path)}
     assert list(drawn) == ["a", "a-forgetting", "matrices", "training"]
     for figure in drawn.values():
-        assert figure.png.read_bytes().startswith(b"\x89PNG")
-        assert "<svg" in figure.svg.read_text(encoding="utf-8")
+        assert (tmp_path / f"{figure.key}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tmp_path / f"{figure.key}.svg").read_text(encoding="utf-8")
         assert figure.alt
-    rows = [row for row in read(drawn["a"].csv) if row["line"] == "xkfac"]
+    rows = [row for row in read(tmp_path / "a.csv") if row["line"] == "xkfac"]
     assert [int(row["tasks"]) for row in rows] == list(range(1, 11))
     assert [float(row["mean"]) for row in rows] == [96.5 - t / 2 for t in range(10)]
     assert {round(float(row["deviation"]), 9) for row in rows} == {round(1 / ROOT2, 9)}
-    assert [int(row["tasks"]) for row in read(drawn["a"].csv) if row["line"] == "joint"] == [5, 10]
-    forgetting = [float(row["mean"]) for row in read(drawn["a-forgetting"].csv) if row["line"] == "kfac"]
+    assert [int(row["tasks"]) for row in read(tmp_path / "a.csv") if row["line"] == "joint"] == [5, 10]
+    forgetting = [float(row["mean"]) for row in read(tmp_path / "a-forgetting.csv") if row["line"] == "kfac"]
     assert forgetting == pytest.approx([t + 1 for t in range(1, 10)])
-    cell = next(r for r in read(drawn["matrices"].csv) if (r["line"], r["after_task"], r["task"]) == ("kfac", "4", "2"))
+    cell = next(
+        r for r in read(tmp_path / "matrices.csv") if (r["line"], r["after_task"], r["task"]) == ("kfac", "4", "2")
+    )
     assert (float(cell["mean"]), cell["repeats"]) == (96.5 - 2 * 2, "2")
-    epoch = next(r for r in read(drawn["training"].csv) if (r["line"], r["task"], r["epoch"]) == ("kfac", "3", "2"))
+    epoch = next(r for r in read(tmp_path / "training.csv") if (r["line"], r["task"], r["epoch"]) == ("kfac", "3", "2"))
     assert float(epoch["loss_mean"]) == pytest.approx(0.25 + 0.01)
     assert float(epoch["penalty_mean"]) == pytest.approx(0.04)
 
 
 def test_figures_name_every_line(tmp_path, monkeypatch):
     run = made_up.large(repeats=2, tasks=3, epochs=2)
-    drawn_training = Drawn("training", "", "", tmp_path, tmp_path, tmp_path, "")
+    drawn_training = drawing.Plot("training", "", "", "", (), ())
     monkeypatch.setattr(figures, "draw_training", lambda *_: drawn_training)  # a panel per line, as the matrices
-    drawn = figures.draw_all([run], tmp_path)
+    drawn = {figure.key: figure for figure in figures.draw_all([run], tmp_path)}
     for key, figure in run.recipe.figures.items():
-        found = next(d for d in drawn if d.key == key)
-        svg = found.svg.read_text(encoding="utf-8")
+        svg = (tmp_path / f"{key}.svg").read_text(encoding="utf-8")
         labels = [run.recipe.lines[name].label for name in figure.lines]
-        assert sorted(item.label for item in found.legend) == sorted(labels)
-        assert all(label in svg for label in labels)
-        assert all(label in found.panels[0].wide for label in labels)
-    assert len(next(d for d in drawn if d.key == "matrices").panels) == 24
+        assert {row[1] for row in drawn[key].rows} == set(labels)
+        for label in labels:
+            assert label in svg
+            assert label in drawn[key].element
+    assert sum(line.label in drawn["matrices"].element for line in run.recipe.lines.values()) == 24
 
 
 def test_lines_that_no_figure_shows_have_their_own(tmp_path):
@@ -201,7 +205,8 @@ def test_lines_that_no_figure_shows_have_their_own(tmp_path):
     names = figures.figure_names([run])
     assert [figure.key for figure in drawn][: len(names)] == names
     other = next(figure for figure in drawn if figure.title == "Other lines")
-    assert [key.label for key in other.legend] == ["XK-FAC", "joint training"]
+    assert "XK-FAC  91.50" in other.element
+    assert "joint training  –" in other.element  # noqa: RUF001
 
 
 def drawn_curve(name, run):

@@ -32,15 +32,15 @@ def spread(one, other):
     return Spread((one + other) / 2, pytest.approx(abs(one - other) / ROOT2), 2)
 
 
-def by_label(rows):
-    return {row.method: row for row in rows}
+def by_label(made):
+    return {of.entry.label: of for of in made.lines}
 
 
 # ---------------------------------------------------------------- accuracies
 
 
 def test_final_accuracies_stand_under_the_names_of_their_tasks_whatever_the_order():
-    row = by_label(found().accuracies)["K-FAC"]
+    row = by_label(found())["K-FAC"]
     assert list(row.accuracies) == ["tiny", "birds", "cars", "flowers"]
     # 5 points a task. tiny: 60 - 15, 61 - 15; birds: 46 - 10, then last of all, 47; flowers the other way round.
     assert row.accuracies["tiny"] == spread(45, 46)
@@ -51,8 +51,8 @@ def test_final_accuracies_stand_under_the_names_of_their_tasks_whatever_the_orde
 
 
 def test_what_lines_do_to_bn_curvature_and_alpha():
-    rows = by_label(found().accuracies)
-    facts = {name: (row.active_bn, row.valid_curvature, row.balanced) for name, row in rows.items()}
+    rows = by_label(found())
+    facts = {name: image_tables.facts_of(row.entry.line) for name, row in rows.items()}
     assert facts == {
         "a network of its own": (True, False, False),
         "fine-tuning": (True, False, False),
@@ -61,7 +61,7 @@ def test_what_lines_do_to_bn_curvature_and_alpha():
         "XK-FAC": (True, True, False),
         "XK-FAC, alpha": (True, True, True),
     }
-    assert [name for name, row in rows.items() if row.reference] == ["a network of its own"]
+    assert [name for name, row in rows.items() if row.entry.reference] == ["a network of its own"]
 
 
 @pytest.mark.parametrize(
@@ -83,24 +83,16 @@ def test_repeats_that_are_not_at_the_end_do_not_count_and_are_named():
     jobs = [made_up.image_job("xkfac", 0), made_up.image_job("xkfac", 1, tasks=2, done=False)]
     lost = replace(made_up.image_job("kfac", 1, tasks=3), diverged=3)
     made = found(*jobs, made_up.image_job("kfac", 0), lost)
-    rows = by_label(made.accuracies)
+    rows = by_label(made)
     assert rows["XK-FAC"].accuracies["tiny"].count == rows["K-FAC"].accuracies["tiny"].count == 1
-    assert rows["XK-FAC"].remark == "2 of 4 tasks so far"
-    assert rows["K-FAC"].remark == "diverged at task 4 (1 of 2 repeats)"
-    assert (rows["fixed BN"].average, rows["fixed BN"].remark) == (None, "not started")
-    assert [row.label for row in made.shares] == ["K-FAC", "XK-FAC"]
-    text, shares = image_tables.tables_text(made)
-    assert "fixed BN (not started)" in text
-    assert shares[0] == ["line", "tiny kept"]  # no ceilings yet
-    assert "diverged at task 4" in image_tables.tables_html(made)
-
-
-def test_a_number_that_is_not_finite_is_a_diverged_repeat():
-    bad = made_up.image_job("xkfac", 1)
-    rows = [*bad.accuracy[:3], [math.nan] * 4]
-    made = found(made_up.image_job("xkfac", 0), replace(bad, accuracy=rows))
-    row = by_label(made.accuracies)["XK-FAC"]
-    assert (row.diverged, row.accuracies["tiny"]) == (1, Spread(57.0, pytest.approx(math.nan, nan_ok=True), 1))
+    assert rows["XK-FAC"].entry.notes == ("2 of 4 tasks so far",)
+    assert rows["K-FAC"].entry.notes == ("diverged at task 4 (1 of 2 repeats)",)
+    assert (rows["fixed BN"].average, rows["fixed BN"].entry.notes) == (None, ("not started",))
+    assert [of.entry.label for of in made.learnt] == ["K-FAC", "XK-FAC"]
+    _, texts = image_tables.accuracy_table(made).texts()
+    assert next(line for line in texts if line and line[0] == "fixed BN")[-1] == "not started"
+    assert image_tables.share_table(made).heads == ["line", "tiny kept"]  # no ceilings yet
+    assert "diverged at task 4" in image_tables.accuracy_table(made).html()
 
 
 def test_before_the_first_repeat_is_at_its_end_there_are_no_tables():
@@ -113,20 +105,20 @@ def test_a_line_that_leaves_tasks_out_has_no_average_where_repeats_left_out_othe
     jobs = [made_up.image_job("xkfac", seed, order=made_up.ORDERS[seed][:2], tasks=2) for seed in (0, 1)]
     singles = [made_up.image_job("single", seed, loss=0.0) for seed in (0, 1)]
     made = found(*jobs, *singles, text=text)
-    row = by_label(made.accuracies)["XK-FAC"]
+    row = by_label(made)["XK-FAC"]
     means = {task: value.mean for task, value in row.accuracies.items()}
     assert means == {"tiny": 59.5, "birds": 50.0, "flowers": 41.0}
     assert row.accuracies["birds"].count == 1
     assert row.average is None
-    assert made.shares[0].shares["cars"] is None
-    assert made.shares[0].shares["flowers"].mean == 100
+    assert made.learnt[0].shares["cars"] is None
+    assert made.learnt[0].shares["flowers"].mean == 100
 
 
 # ---------------------------------------------------------------- shares
 
 
 def test_shares_are_of_the_source_network_and_of_the_ceilings_with_the_same_seed():
-    rows = {row.label: row for row in found().shares}
+    rows = {row.entry.label: row for row in found().learnt}
     assert list(rows) == ["fine-tuning", "fixed BN", "K-FAC", "XK-FAC", "XK-FAC, alpha"]
     row = rows["K-FAC"]
     assert row.kept.mean == pytest.approx((100 * 45 / 60 + 100 * 46 / 61) / 2)
@@ -138,7 +130,7 @@ def test_shares_are_of_the_source_network_and_of_the_ceilings_with_the_same_seed
 
 def test_a_share_needs_the_ceiling_of_its_own_seed():
     jobs = [made_up.image_job("xkfac", seed, below=5.0) for seed in (0, 1)]
-    row = found(*jobs, made_up.image_job("single", 0, loss=0.0)).shares[0]
+    row = found(*jobs, made_up.image_job("single", 0, loss=0.0)).learnt[0]
     assert row.kept.count == 2
     assert row.shares["cars"] == Spread(pytest.approx(100 * 74 / 80), pytest.approx(math.nan, nan_ok=True), 1)
 
@@ -159,13 +151,13 @@ def test_the_csv_has_every_number_in_full():
 
 
 def test_a_network_of_its_own_is_a_reference_everywhere():
-    rows = {row.entry.name: row for row in tables.summary([made_up.images()])}
-    assert rows["single"].entry.reference
-    assert rows["single"].final == spread(57.5, 58.5)
-    assert rows["single"].forgetting is rows["single"].backward_transfer is rows["single"].learning_accuracy is None
-    assert rows["kfac"].forgetting.mean == 10
-    # Untrained heads say nothing of what is known before a task is learnt.
-    assert all(row.forward_transfer is None for row in rows.values())
+    lines = {line.name: line for line in tables.entries([made_up.images()])}
+    columns = {column.title: column.value for column in tables.columns(list(lines.values()))}
+    assert lines["single"].reference
+    assert lines["single"].final == spread(57.5, 58.5)
+    assert {columns[name](lines["single"]) for name in ("forgetting", "backward transfer", "as learnt")} == {None}
+    assert columns["forgetting"](lines["kfac"]).mean == 10
+    assert "forward transfer" not in columns  # untrained heads say nothing of what is known before a task is learnt
 
 
 def test_what_was_known_from_the_start_is_not_read_as_learnt():
@@ -201,7 +193,7 @@ def test_heat_maps_name_tasks_where_all_repeats_have_one_order(tmp_path, monkeyp
     drawn, axes = matrix_axes(made_up.images(*jobs), monkeypatch, tmp_path)
     assert ticks(axes) == [label.get_text() for label in axes.get_yticklabels()] == list(made_up.ORDERS[0])
     assert "places in the order" not in drawn.note
-    with drawn.csv.open(newline="", encoding="utf-8") as file:
+    with (tmp_path / "matrices.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [(row["after_task"], row["task"], row["name"]) for row in rows[:3]] == [
         ("1", "1", "tiny"),
@@ -214,7 +206,7 @@ def test_heat_maps_of_several_orders_have_places(tmp_path, monkeypatch):
     drawn, axes = matrix_axes(made_up.images(), monkeypatch, tmp_path)
     assert ticks(axes) == ["1", "2", "3", "4"]
     assert "places in the order" in drawn.note
-    assert "name" not in drawn.csv.read_text(encoding="utf-8").splitlines()[0].split(",")
+    assert "name" not in drawn.header
 
 
 def test_permutations_keep_their_numbers():
@@ -234,8 +226,8 @@ def only_curves(real):
 def test_ceilings_forget_nothing_in_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "_named", only_curves(figures._named))
     drawn = {figure.key: figure for figure in figures.draw_all([made_up.images()], tmp_path)}
-    forgetting = {key.label for key in drawn["accuracy-forgetting"].legend}
-    assert {key.label for key in drawn["accuracy"].legend} - forgetting == {"a network of its own"}
+    labels = {key: {row[1] for row in drawn[key].rows} for key in ("accuracy", "accuracy-forgetting")}
+    assert labels["accuracy"] - labels["accuracy-forgetting"] == {"a network of its own"}
 
 
 # ---------------------------------------------------------------- pooling
@@ -253,7 +245,7 @@ def test_runs_of_the_same_images_with_other_seeds_are_pooled():
     (one,) = pooled([made_up.images(), other_seeds()])
     assert [job.seed for job in one.lines["xkfac"].jobs] == [0, 1, 2, 3]
     assert (one.folder, one.others) == ("runs/images", ("runs/others",))
-    row = by_label(image_tables.image_tables([one])[0].accuracies)["XK-FAC"]
+    row = by_label(image_tables.image_tables([one])[0])["XK-FAC"]
     assert row.accuracies["tiny"].mean == (54 + 55 + 59 + 60) / 4
 
 
@@ -289,7 +281,9 @@ def test_the_command_shows_the_table_of_a_run_of_images(tmp_path, monkeypatch, c
     best = next(line for line in lines if line.startswith("XK-FAC ") and "*" in line)
     assert best.count("*") == 5
     assert "line" in next(line for line in lines if "tiny kept" in line)
-    assert f"{(100 * 54 / 60 + 100 * 55 / 61) / 2:.1f} ± 0.1" in lines[[line[:6] for line in lines].index("XK-FAC", 8)]
+    assert (
+        f"{(100 * 54 / 60 + 100 * 55 / 61) / 2:.1f} ± 0.1" in lines[[line[:7] for line in lines].index("XK-FAC ", 10)]
+    )
     assert lines[-1] == f"report: {tmp_path / 'report' / 'report.html'}"
 
 
@@ -310,7 +304,7 @@ def with_inference(line, seed):
 
 def test_inferred_tasks_stand_under_their_names_whatever_the_order():
     run = made_up.images(*(with_inference("kfac", seed) for seed in (0, 1)), made_up.image_job("xkfac", 0))
-    html = image_tables.inference_html(tables.entries([run]))
+    html = image_tables.inference_table(tables.entries([run])).html()
     rows = html.split("<tr>")
     assert len(rows) == 2 + 4  # the heads, and the tasks of the one line that has task-specific layers
     (cars,) = (row for row in rows if "K-FAC: cars" in row)
@@ -321,14 +315,14 @@ def test_inferred_tasks_stand_under_their_names_whatever_the_order():
 
 
 def test_many_tasks_are_inferred_in_one_row_per_line_and_none_without_task_specific_layers():
-    assert image_tables.inference_html(tables.entries([made_up.images()])) == ""
+    assert image_tables.inference_table(tables.entries([made_up.images()])).blocks == [[]]
     job = with_inference("kfac", 0)
     many = [f"task {place}" for place in range(13)]
     taken = [[100.0 if row == column else 0.0 for column in range(13)] for row in range(13)]
     taken[0][0] = 87.0
     inference = [{"given": 90.0, "inferred": 80.0, "taken": row} for row in taken]
     run = made_up.images(replace(job, tasks=many, inference=inference))
-    html = image_tables.inference_html(tables.entries([run]))
+    html = image_tables.inference_table(tables.entries([run])).html()
     assert html.count("<tr>") == 2
     assert "task inferred right" in html
     assert "<td>99.0" in html

@@ -15,9 +15,9 @@ from tests.helpers import made_up
 from xkfac.errors import XkfacError
 from xkfac.experiments.report.choices import read_tuned
 from xkfac.experiments.report.page import write_report
+from xkfac.experiments.runs.job_folder import JobFolder
 from xkfac.experiments.runs.results import pooled
-from xkfac.experiments.tuning.trials import Choice, TrialResult
-from xkfac.experiments.tuning.tuning import Chosen
+from xkfac.experiments.tuning.trials import Choice, TrialResult, choice_cells, choice_record
 
 HOSTILE = """<script>alert('x')</script> & "quoted" $\\frac{1}{2}$ ${title} %s ünï 漢字 \t\x07\n""" + "very-long-" * 30
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -182,7 +182,7 @@ def test_a_run_of_images(tmp_path, no_figures):
     rows = re.findall(r'<tr[^>]*><th scope="row">(.*?)</tr>', text)
     kfac = re.sub(r"<.*?>|&nbsp;", " ", next(row for row in rows if row.startswith("K-FAC")))
     assert kfac.split() == (
-        "K-FAC ✓ yes no no 45.50 ± 0.71 41.50 ± 7.78 71.50 ± 0.71 31.50 ± 6.36 47.50 ± 0.71".split()  # noqa: SIM905
+        "K-FAC ✓ 45.50 ± 0.71 41.50 ± 7.78 71.50 ± 0.71 31.50 ± 6.36 47.50 ± 0.71".split()  # noqa: SIM905
     )
     assert sum("<b>54.50&nbsp;" in row for row in rows) == 1  # XK-FAC on the source, in its block
     # After all tasks K-FAC has 45 of 60 left, and 46 of 61.
@@ -257,10 +257,10 @@ def test_choices_are_told_by_the_page_as_by_the_command(tmp_path):
         Choice("flowers", best, trials=1),
         Choice("flowers", None, trials=3, lost=3, diverged=True),
     ]
-    told = [Chosen("xkfac", seed, choice.task, choice) for seed, choice in enumerate(choices)]
+    told = [choice_record(JobFolder(tmp_path, "xkfac", seed), choice) for seed, choice in enumerate(choices)]
     run = made_up.tuned(tmp_path / "run")
-    (tmp_path / "run" / "choices.json").write_text(json.dumps([each.to_dict() for each in told]))
-    assert read_tuned(run).rows == [["XK-FAC", *each.cells()[1:]] for each in told]
+    (tmp_path / "run" / "choices.json").write_text(json.dumps(told))
+    assert read_tuned(run).rows == [["XK-FAC", *choice_cells(each)[1:]] for each in told]
 
 
 def test_a_tuning_that_measured_nothing_has_choices_and_no_scatter(tmp_path):
@@ -326,10 +326,9 @@ FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 )
-# Every figure, picture and table of the page that is not there for another width: its name, width and height.
+# Every figure, image and table of the page: its name, width and height.
 BOXES = """
 return [...document.querySelectorAll('figure, figure svg, figure img, table')]
-  .filter(e => getComputedStyle(e.closest('.wide, .narrow') ?? e).display !== 'none')
   .map(e => [e.tagName, e.getBoundingClientRect().width, e.getBoundingClientRect().height])
 """
 IMAGES = """
@@ -342,7 +341,7 @@ return Promise.all([...document.querySelectorAll('svg image')].map(async e => {
 """
 COLOURS = """
 const of = e => [getComputedStyle(e).color, getComputedStyle(document.body).backgroundColor];
-return ['body', 'caption', 'figcaption p', 'a', 'td', 'tr.reference td', '.legend .value']
+return ['body', 'caption', 'figcaption p', 'a', 'td', 'tr.reference td', '.files']
   .map(name => document.querySelector(name)).filter(e => e).map(of)
 """
 # What sticks out of the page to the right and cannot be scrolled to in a box of its own.
@@ -429,6 +428,6 @@ def test_print_shows_what_is_collapsed(browser, pages):
     style = "return getComputedStyle(document.querySelector('{}')).{}"
     assert browser.execute_script(style.format("details pre", "maxHeight")) == "none"
     assert browser.execute_script(style.format("body", "color")) == "rgb(0, 0, 0)"
-    assert browser.execute_script(style.format("figure.curves", "breakBefore")) == "page"
+    assert browser.execute_script(style.format("figure", "breakBefore")) == "page"
     show(browser, pages["small"], 1280, 900, "light")
     assert not browser.execute_script("return document.querySelector('details pre').checkVisibility()")

@@ -27,7 +27,7 @@ from xkfac.experiments.runs.progress import RunStatus
 from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.tasks import ImageTasks, PermutedTasks, Refused
 from xkfac.experiments.runs.worker import run_job
-from xkfac.experiments.tuning.status import TuningStatus
+from xkfac.experiments.tuning.status import tuning_status
 from xkfac.experiments.tuning.trials import Choice, GridPoint, TrialResult, TunedJob, grid_of, held, ranked, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Tuner, phase_done
 from xkfac.experiments.tuning.tuning import chosen, go_on, tune
@@ -84,7 +84,7 @@ def job(run, line):
 def told(run, *lines):
     """All events of lines of a run, and what was chosen, beside times."""
     lines = lines or tuple(run.recipe.lines)
-    choices = [each.to_dict() for each in chosen(run) if each.line in lines]
+    choices = [each for each in chosen(run) if each["line"] in lines]
     for choice in choices:
         choice["runner_up"] = {**(choice["runner_up"] or {}), "seconds": 0}
     return [small.told(each.folder) for each in tuned_jobs(run) if each.folder.line in lines], choices
@@ -133,7 +133,7 @@ def test_choices_are_those_of_brute_force_and_c_t_is_that_of_the_chosen_single_n
         if name == "single":
             floors = {f"permutation {task}": loss for task, (_, loss) in enumerate(steps)}
             assert unbroken.floors(0) == floors
-            rejected = [job(unbroken, name).stage(1).trial(n).job.events()[-1]["loss"] for n in range(2)]
+            rejected = [job(unbroken, name).stage(1).trial(n).events()[-1]["loss"] for n in range(2)]
             assert len(set(rejected)) == 2  # another choice would have had another C_t
             assert {choice.chosen.number for choice in choices[1:]} == {1}
 
@@ -422,7 +422,7 @@ def test_the_command_says_what_it_chose_and_leaves_a_run(unbroken, tmp_path, mon
     standing = RunStatus.of(folder)
     assert (standing.state, standing.epochs_done, standing.epochs) == ("complete", 6, 6)
     monkeypatch.setattr("xkfac.experiments.tuning.tuning.Worker.start", None)  # no process is needed any more
-    assert [each.to_dict() for each in go_on(run)] == choices
+    assert go_on(run) == choices
     with pytest.raises(RunError, match="is a tuning"):
         resume(folder)
 
@@ -450,11 +450,11 @@ def test_how_far_it_is(tmp_path):
     run = work(made(tmp_path / "run", "plain", "xkfac"), "prepare")
     tuner = Tuner(run, "choose", 0.0)
     assert tuner._choose(job(run, "plain"))
-    standing = TuningStatus.of(run, "choose")
-    assert str(standing) == "tuned: choosing, 0/2 jobs, 1/16 trials"
+    head, _, rows = tuning_status(run, "choose")
+    assert head == "tuned: choosing, 0/2 jobs, 1/16 trials"
     outcome = job(run, "plain").stage(1).trial(0).outcome()
-    assert standing.rows[1] == ("plain, seed 0", "2/3", "1/2", f"{outcome.validation:.2f} (lr 0.3)")
-    assert standing.rows[0] == ("xkfac, seed 0", "2/3", "0/6", "-")
+    assert rows[1] == ["plain, seed 0", "2/3", "1/2", f"{outcome.validation:.2f} (lr 0.3)"]
+    assert rows[0] == ["xkfac, seed 0", "2/3", "0/6", "-"]
     assert not phase_done(job(run, "plain"), "choose")
     assert math.isfinite(outcome.seconds)
     with run.locked(shared=True), run.locked(shared=True):

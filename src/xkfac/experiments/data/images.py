@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import io
 import json
 import math
-import multiprocessing
 import os
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from xkfac.experiments.data.digits import DataError, Part, Parts
 from xkfac.experiments.data.tree_files import FORMATS, MOST_PIXELS, reader
 from xkfac.experiments.data.trees import ImageFile, Tree, labels_of
-from xkfac.experiments.files import at_home, nearest
-from xkfac.experiments.packages import PackageError, imported
+from xkfac.experiments.files import at_home
+from xkfac.experiments.packages import imported
 
 PART_NAMES = ("train", "validation", "test")
 VERSION = 1  # of what a cache file holds
-MOST_WORKERS = 1024
-BLOCK = 64  # pictures that a process decodes at a time
+FEW = 64  # images that one process has decoded before others are started
 
 Resize = Literal["squash", "crop"]
 Progress = Callable[[int, int], None]
@@ -42,10 +37,8 @@ def load_pictures(
     *,
     pixels: int,
     resize: Resize,
-    stored: int | None = None,
     validation: float,
     limit: int | None = None,
-    cache: Path | None = None,
     workers: int = 1,
     progress: Progress | None = None,
     parts: Sequence[str] = PART_NAMES,
@@ -53,70 +46,62 @@ def load_pictures(
     """Return the parts of a tree, memory-mapped from the cache; what is not in there is decoded first.
 
     path: where it is, or a tree that was listed before.
-    pixels: the side of a network's input. stored: the side S of the pictures returned, by default `pixels` for
-    "squash", which resizes to a square whatever the shape, and 256 / 224 of it for "crop", which resizes the shorter
-    side and takes the centre. Both resize as torchvision does; colours are RGB, and orientation tags are not heeded.
+    pixels: the side of a network's input. resize: "squash" resizes to a square of this side whatever the shape; "crop"
+    resizes the shorter side to 256 / 224 of it and takes the centre, of which evaluation leaves out a border. Both
+    resize as torchvision does; colours are RGB, and orientation tags are not heeded.
     validation, limit: see `Tree.split`; the validation part does not depend on `limit`.
-    cache: a folder, by default XKFAC_CACHE or ~/.cache/xkfac. Processes that ask for the same wait for the first.
-    workers: processes that decode; with more than one a script needs its `if __name__ == "__main__"`.
-    progress: called with how many pictures are decoded, and of how many. parts: pictures of others are not opened.
-    Raises DataError when the tree is not as it must be, a picture cannot be read, or the cache cannot be written.
+    workers: processes that decode.
+    progress: called with how many images are decoded, and of how many. parts: images of others are not opened.
+
+    The cache is the folder XKFAC_CACHE, by default ~/.cache/xkfac. Processes that ask for the same wait for the first.
+    Raises DataError when the tree is not as it must be, an image cannot be read, or the cache cannot be written.
     """
-    stored = _stored(pixels, resize, stored)
-    if not 1 <= workers <= MOST_WORKERS or not set(parts) <= set(PART_NAMES):
-        raise DataError(
-            f"workers is {workers} and parts are {list(parts)}; workers must be at least 1 and at most {MOST_WORKERS}, "
-            f"and parts some of {', '.join(PART_NAMES)}"
-        )
-    try:
-        imported("PIL.Image", "an image")
-    except PackageError as error:
-        raise DataError(str(error)) from None
+    imported("PIL.Image", "an image")
+    stored = pixels if resize == "squash" else round(pixels * 256 / 224)
     tree = path if isinstance(path, Tree) else Tree.read(path)
     train, aside = tree.split(validation, limit)
     everything = {"train": train, "validation": aside, "test": tree.test}
     asked = {part: entries if part in parts else () for part, entries in everything.items()}
-    folder = at_home(cache or os.environ.get("XKFAC_CACHE") or "~/.cache/xkfac") / "pictures"
+    folder = at_home(os.environ.get("XKFAC_CACHE") or "~/.cache/xkfac") / "pictures"
     files = {part: folder / _cache_name(tree.path, part, asked[part], stored, resize) for part in PART_NAMES}
-    with _Decoder(tree.path, stored, resize, workers) as decoder:
-        _fill({files[part]: asked[part] for part in PART_NAMES if asked[part]}, decoder, progress)
-
+    missing = {files[part]: of for part, of in asked.items() if of and not _whole(files[part], len(of) * _size(stored))}
+    total, done = sum(map(len, missing.values())), 0
+    for file, entries in missing.items():
+        images = _Decoded(tree.path, [entry.name for entry in entries], stored, resize)
+        for count in _write(file, images, _size(stored), workers if len(entries) > FEW else 1):
+            done += count
+            if progress:
+                progress(done, total)
     part_of = {part: Part(_mapped(files[part], len(of), stored), labels_of(of)) for part, of in asked.items()}
     return Parts(**part_of, classes=tree.classes)
 
 
-def _stored(pixels: int, resize: str, stored: int | None) -> int:
-    if resize not in ("squash", "crop"):
-        raise DataError(f"resize is '{resize}'{nearest(str(resize), ('squash', 'crop'))}; it is 'squash' or 'crop'")
-    if pixels < 1:
-        raise DataError(f"pixels is {pixels}; it must be at least 1")
-    if stored is None:
-        return pixels if resize == "squash" else round(pixels * 256 / 224)
-    if stored < pixels:
-        raise DataError(f"stored is {stored}; it must be at least as many as the {pixels} pixels of an input")
-    return stored
+def _write(path: Path, images: _Decoded, size: int, workers: int) -> Iterator[int]:
+    """Write a cache file of images of a size in bytes, unless another process has by now; yield how many are done."""
+    try:
+        with _claimed(path, len(images) * size) as file:
+            if file is None:
+                yield len(images)
+                return
+            beside = torch.Generator()  # torch's own generator stays as it is
+            for image in DataLoader(images, None, num_workers=0 if workers == 1 else workers, generator=beside):
+                if isinstance(image, DataError):
+                    raise image
+                file.write(image)
+                yield 1
+    except OSError as error:
+        raise DataError(
+            f"the cache '{path.parent}' cannot be written ({error}); free space there, or name another folder in "
+            "the variable XKFAC_CACHE"
+        ) from error
+    except RuntimeError as error:
+        raise DataError(
+            f"a process that decodes images ended early, is memory short? ({error}); use one worker"
+        ) from error
 
 
-def _fill(files: Mapping[Path, Sequence[ImageFile]], decoder: _Decoder, progress: Progress | None) -> None:
-    """Write those cache files that are not there as a whole."""
-    missing = {path: entries for path, entries in files.items() if not _whole(path, len(entries) * decoder.size)}
-    total, done = sum(map(len, missing.values())), 0
-    for path, entries in missing.items():
-        try:
-            with _claimed(path, len(entries) * decoder.size) as file:
-                if file is None:
-                    done += len(entries)
-                    continue
-                for block in decoder.blocks([entry.name for entry in entries]):
-                    file.write(block)
-                    done += len(block) // decoder.size
-                    if progress:
-                        progress(done, total)
-        except OSError as error:
-            raise DataError(
-                f"the cache '{path.parent}' cannot be written ({error}); free space there, or name another folder in "
-                "the variable XKFAC_CACHE"
-            ) from error
+def _size(stored: int) -> int:
+    return 3 * stored * stored
 
 
 def _cache_name(path: Path, part: str, entries: Sequence[ImageFile], stored: int, resize: str) -> str:
@@ -146,101 +131,42 @@ def _mapped(path: Path, count: int, stored: int) -> Tensor:
 
 @contextlib.contextmanager
 def _claimed(path: Path, size: int) -> Iterator[BinaryIO | None]:
-    """Yield a file that becomes `path` when all went well, held by this process alone; None when `path` is there.
-
-    The file is its own lock. Whoever waited for it finds that its name is gone or taken by another, and looks anew.
-    """
+    """Yield a file that becomes `path` when all went well, written by this process alone; None when `path` is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    while not _whole(path, size):
-        with part.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not _is_at(file, part):
-                continue
-            try:
-                if _whole(path, size):  # finished by another between the look at it and the claim
-                    part.unlink()
-                    continue
-                file.truncate(0)  # what a process that was killed has left
+    with path.with_name(f".{path.name}.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _whole(path, size):
+            yield None
+            return
+        part = path.with_name(f".{path.name}.part")  # one that a killed process left is written over
+        try:
+            with part.open("wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                part.replace(path)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
-            return
-    yield None
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file has that name still, which others may take away at any moment."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+class _Decoded(Dataset[bytes | DataError]):
+    """The images of a tree by their place among some names, decoded to bytes [3, stored, stored]."""
 
+    def __init__(self, path: Path, names: Sequence[str], stored: int, resize: Resize) -> None:
+        self._path, self._names, self._stored, self._resize = path, names, stored, resize
+        self._read: Callable[[str], bytes] | None = None
 
-class _Decoder:
-    """Decodes pictures of a tree to bytes [3, stored, stored], in this process or, with more workers, in others."""
+    def __len__(self) -> int:
+        return len(self._names)
 
-    def __init__(self, path: Path, stored: int, resize: Resize, workers: int) -> None:
-        self.size = 3 * stored * stored
-        self._path, self._stored, self._resize = path, stored, resize
-        self._workers = workers
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> _Decoder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-
-    def blocks(self, names: Sequence[str]) -> Iterator[bytes]:
-        """Yield the bytes of the pictures in order, of up to BLOCK at a time."""
-        groups = [names[start : start + BLOCK] for start in range(0, len(names), BLOCK)]
-        if self._workers == 1 or len(groups) == 1:  # starting processes would take longer
-            read = reader(self._path)
-            for group in groups:
-                yield _decoded(read, self._path, group, self._stored, self._resize)
-            return
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(self._workers, multiprocessing.get_context("spawn"))
-        waiting: deque[Future[bytes]] = deque()
+    def __getitem__(self, index: int) -> bytes | DataError:
+        """Return an image; an error is returned, because one that is raised in another process comes with a trace."""
+        self._read = self._read or reader(self._path)  # each process opens the tree once
+        name = self._names[index]
         try:
-            for group in groups:
-                waiting.append(self._pool.submit(_decoded_apart, self._path, group, self._stored, self._resize))
-                if len(waiting) > 2 * self._workers:  # so that finished blocks do not pile up
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool as error:
-            raise DataError(
-                f"a process that decodes pictures of '{self._path}' ended early, for want of memory or of a script's "
-                f'`if __name__ == "__main__"` ({error}); use one worker'
-            ) from error
-
-
-_one_reader = functools.cache(reader)
-
-
-def _decoded_apart(path: Path, names: Sequence[str], stored: int, resize: Resize) -> bytes:
-    """Decode in a process of a pool, which opens its tree once: it lives no longer than one load."""
-    return _decoded(_one_reader(path), path, names, stored, resize)
-
-
-def _decoded(read: Callable[[str], bytes], path: Path, names: Sequence[str], stored: int, resize: Resize) -> bytes:
-    """Return the bytes [len(names), 3, stored, stored] of pictures."""
-    pictures = []
-    for name in names:
-        try:
-            pictures.append(decoded(read(name), stored, resize))
+            return decoded(self._read(name), self._stored, self._resize)
         except Exception as error:  # readers of damaged files raise whatever they meet
-            raise DataError(
-                f"'{name}' of '{path}' cannot be read as a picture ({error}); replace or remove it"
-            ) from None
-    return b"".join(pictures)
+            return DataError(f"'{name}' of '{self._path}' cannot be read as a picture ({error}); replace or remove it")
 
 
 def decoded(content: bytes, stored: int, resize: Resize) -> bytes:

@@ -78,7 +78,6 @@ class Tree:
         Fixed by the names of a class and its pictures; fewer by `limit` are always among more.
         Raises DataError when a class is too small for both.
         """
-        _check_split(validation, limit)
         kept: list[tuple[float, int, int]] = []
         aside: list[int] = []
         start = 0
@@ -144,13 +143,6 @@ def find_tree(name: str, folder: Path | None) -> Path:
 def labels_of(entries: Iterable[ImageFile]) -> Tensor:
     """Return the classes of pictures by number, [n] int64."""
     return torch.tensor([entry.label for entry in entries], dtype=torch.int64, device="cpu")
-
-
-def _check_split(validation: float, limit: int | None) -> None:
-    if not 0 <= validation < 1:
-        raise DataError(f"validation is {validation}; it must be a share of the train part, from 0 to less than 1")
-    if limit is not None and limit < 1:
-        raise DataError(f"limit is {limit}; it must be at least 1 picture")
 
 
 def _by_class(path: Path, prefix: str, files: Files) -> dict[str, Files]:

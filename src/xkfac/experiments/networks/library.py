@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.packages import PackageError, imported
+from xkfac.experiments.packages import imported
 
 TIMM = "timm:"
 
@@ -21,14 +21,14 @@ def library_model(model: str, **options: Any) -> Any:
     """Return the network of a name, its weights drawn from torch's generator, or pretrained if `options` say so."""
     name = model.removeprefix(TIMM)
     if model.startswith(TIMM):
-        timm: Any = library("timm")
+        timm: Any = imported("timm", "this network")
         if not timm.is_model(name):
             raise _unknown(model, [f"{TIMM}{one}" for one in timm.list_models()])
         try:
             return timm.create_model(name, **(options or {"num_classes": 1000}))
         except (RuntimeError, TypeError) as error:
             raise BackboneError(f"timm cannot make '{name}' ({error}); choose another model") from None
-    models: Any = library("torchvision.models")
+    models: Any = imported("torchvision.models", "this network")
     known = models.list_models(module=models)
     if name not in known:
         raise _unknown(model, known)
@@ -50,14 +50,6 @@ def classifier_path(model: str, network: Any) -> str:
         return path
     layers = (path for path, module in network.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d)))
     return list[str](layers)[-1]
-
-
-def library(name: str) -> Any:
-    """Return a module of torchvision or timm, or raise BackboneError with what keeps it from being imported."""
-    try:
-        return imported(name, "this network")
-    except PackageError as error:
-        raise BackboneError(str(error)) from None
 
 
 def _unknown(model: str, known: list[str]) -> BackboneError:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,7 @@ from xkfac.experiments.data.images import Resize
 from xkfac.experiments.networks.backbones import ManyHeaded, Stem
 from xkfac.model.cuda_graphs import captured
 
-CHUNK = 1000  # pictures that are measured at a time
+CHUNK = 1000  # images that are measured at a time
 
 
 class PretrainingError(XkfacError):
@@ -29,11 +27,10 @@ class PretrainingError(XkfacError):
 class Pretraining:
     """How a source network is made; all of it decides its numbers.
 
-    validation: share of the training pictures that is set aside. lr: the greatest learning rate, reached in a line
+    validation: share of the training images that is set aside. lr: the greatest learning rate, reached in a line
     after `warmup`, a share of all steps, from where it falls to 0 along a cosine. decay: weight decay of all weights
     but biases and those of normalisation. smoothing: of labels. scale: range of a random crop's area, (1, 1) for none.
-    mixup, cutmix: alpha of the Beta distribution of shares, 0 for none. average: decay of the running average of
-    weights and BN statistics that becomes the result, 0 for the last weights themselves.
+    cutmix: alpha of the Beta distribution of shares, 0 for none.
 
     Raises PretrainingError when one of them makes no sense.
     """
@@ -42,7 +39,6 @@ class Pretraining:
     stem: Stem = "standard"
     pixels: int = 64
     resize: Resize = "squash"
-    stored: int | None = None
     validation: float = 0.1
     epochs: int = 60
     batch: int = 256
@@ -53,31 +49,24 @@ class Pretraining:
     smoothing: float = 0.1
     scale: tuple[float, float] = (0.25, 1.0)
     flip: bool = True
-    mixup: float = 0.0
     cutmix: float = 0.0
-    average: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         limits: dict[str, tuple[float, float]] = {"epochs": (1, 100_000), "pixels": (1, 8193), "seed": (0, 2**53)}
-        limits["batch"] = (2, math.inf)  # BN has no variance of one picture
-        limits |= dict.fromkeys(("lr", "decay", "mixup", "cutmix"), (0, math.inf))
-        limits |= dict.fromkeys(("validation", "warmup", "momentum", "smoothing", "average"), (0, 1))
+        limits["batch"] = (2, math.inf)  # BN has no variance of one image
+        limits |= dict.fromkeys(("lr", "decay", "cutmix"), (0, math.inf))
+        limits |= dict.fromkeys(("validation", "warmup", "momentum", "smoothing"), (0, 1))
         for name, (least, below) in limits.items():
             value = getattr(self, name)
             if not least <= value < below:
                 bound = "" if below == math.inf else f" and less than {below}"
                 raise PretrainingError(f"{name} is {value}; it must be at least {least}{bound}")
-        if self.mixup and self.cutmix:
-            raise PretrainingError("mixup and cutmix are both given; a batch is mixed one way, so leave one at 0")
-        for name, known in (("stem", get_args(Stem)), ("resize", get_args(Resize))):
-            if getattr(self, name) not in known:
-                raise PretrainingError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(known)}")
         _ = self.augmentation  # says what is wrong with it before any image is decoded
 
     @property
     def augmentation(self) -> Augmentation:
-        """How pictures become inputs."""
+        """How images become inputs."""
         return Augmentation(self.pixels, scale=self.scale, flip=self.flip)
 
     def rates(self, steps: int) -> Tensor:
@@ -101,24 +90,16 @@ class Trainer:
         self._augmentation = settings.augmentation
         self._rates = settings.rates(len(pictures) // settings.batch)
         self._optimizer = _optimizer(net, settings, self._device)
-        self._average = copy.deepcopy(net).requires_grad_(False) if settings.average else None
         self._place = torch.zeros(1, dtype=torch.long, device=self._device)
         self._loss = torch.zeros((), device=self._device)
         self._draws: dict[str, Tensor] = {}
         self._graph: torch.cuda.CUDAGraph | None = None
-
-    @property
-    def result(self) -> ManyHeaded:
-        """The network to be measured and kept."""
-        return self._average or self.net
 
     def state(self) -> dict[str, Tensor]:
         """Return all tensors that training changes from epoch to epoch, not copied, by name."""
         state = {f"net/{name}": tensor for name, tensor in self.net.state_dict().items()}
         for name, parameter in self.net.named_parameters():
             state[f"momentum/{name}"] = self._optimizer.state[parameter]["momentum_buffer"]
-        if self._average is not None:
-            state |= {f"average/{name}": tensor for name, tensor in self._average.state_dict().items()}
         return state
 
     def epoch(self, number: int) -> float:
@@ -139,10 +120,6 @@ class Trainer:
             self._loss.zero_()
             for _ in range(self._rates.shape[1]):
                 self._step() if self._graph is None else self._graph.replay()
-        if self._average is not None:
-            for mine, latest in zip(self._average.buffers(), self.net.buffers(), strict=True):
-                if not mine.is_floating_point():
-                    mine.copy_(latest)
         return float(self._loss) / self._rates.shape[1]
 
     def _drawn(self, number: int) -> dict[str, Tensor]:
@@ -154,57 +131,38 @@ class Trainer:
             return stream("pretraining", what, settings.seed, number)
 
         order = torch.randperm(len(self._pictures), generator=generator("order"), device="cpu")
-        step = number * steps + torch.arange(steps, device="cpu")
         return {
             "order": order[: math.prod(shape)].view(shape),
             "crops": self._augmentation.draw(shape, generator("crops")),
             "mixes": mixes(settings, steps, generator("mixes")),
             "rates": self._rates[number],
-            # A running average forgets faster at first, so that it is not held back by where training started.
-            "fresh": 1 - torch.minimum(torch.tensor(settings.average), (1 + step) / (10 + step)),
         }
 
     def _step(self) -> None:
         draw = {name: tensor.index_select(0, self._place)[0] for name, tensor in self._draws.items()}
         y = self._pictures.y.index_select(0, draw["order"])
         x = self._augmentation.augmented(self._pictures.x.index_select(0, draw["order"]), draw["crops"])
-        x, share = self._mixed(x, draw["mixes"])
+        if self.settings.cutmix:
+            x = self._mixed(x, draw["mixes"])
         with _half(self._device):
             scores = self.net(x)
         loss = F.cross_entropy(scores.float(), y, label_smoothing=self.settings.smoothing)
-        if share is not None:
+        if self.settings.cutmix:
             other = F.cross_entropy(scores.float(), y.flip(0), label_smoothing=self.settings.smoothing)
-            loss = torch.lerp(other, loss, share)
+            loss = torch.lerp(other, loss, draw["mixes"][0])
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         for group in self._optimizer.param_groups:
             group["lr"].copy_(draw["rates"])
         self._optimizer.step()
-        self._follow(draw["fresh"])
         self._loss += loss.detach()
         self._place += 1
 
-    def _mixed(self, x: Tensor, mix: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return inputs mixed with those of the reversed batch, and the share of a picture that is its own."""
-        if self.settings.mixup:
-            return torch.lerp(x.flip(0), x, mix[0]), mix[0]
-        if self.settings.cutmix:
-            side = torch.arange(x.shape[-1], device=x.device)
-            down, across = ((side >= mix[i]) & (side < mix[i + 1]) for i in (1, 3))
-            return torch.where(down[:, None] & across, x.flip(0), x), mix[0]
-        return x, None
-
-    @torch.no_grad()
-    def _follow(self, fresh: Tensor) -> None:
-        if self._average is None:
-            return
-        mine, latest = (
-            [t for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()]
-            for net in (self._average, self.net)
-        )
-        difference = torch._foreach_sub(latest, mine)
-        torch._foreach_mul_(difference, fresh)
-        torch._foreach_add_(mine, difference)
+    def _mixed(self, x: Tensor, mix: Tensor) -> Tensor:
+        """Return inputs with a box of each taken from the reversed batch."""
+        side = torch.arange(x.shape[-1], device=x.device)
+        down, across = ((side >= mix[i]) & (side < mix[i + 1]) for i in (1, 3))
+        return torch.where(down[:, None] & across, x.flip(0), x)
 
     def _warm_up(self) -> None:
         self._place.zero_()
@@ -224,17 +182,16 @@ def accuracy(net: nn.Module, pictures: Part, augmentation: Augmentation) -> floa
 
 def mixes(settings: Pretraining, steps: int, generator: torch.Generator) -> Tensor:
     """Return how the batches of an epoch are mixed [steps, 5]: the own share; top, bottom, left, right of a box."""
-    alpha = settings.mixup or settings.cutmix
-    if not alpha:
+    if not settings.cutmix:
         return torch.ones(steps, 5, device="cpu")
+    alpha = torch.tensor(settings.cutmix)
     with torch.random.fork_rng(devices=()):  # the Beta distribution takes no generator
         torch.default_generator.manual_seed(generator.initial_seed())
-        share = torch.distributions.Beta(torch.tensor(alpha), torch.tensor(alpha)).sample((steps,))
+        share = torch.distributions.Beta(alpha, alpha).sample((steps,))
         centre = torch.rand(2, steps)
     half = (1 - share).sqrt() / 2
     ends = torch.stack((centre - half, centre + half)).clamp(0, 1).mul(settings.pixels).round()
-    if settings.cutmix:
-        share = 1 - (ends[1] - ends[0]).prod(0) / settings.pixels**2
+    share = 1 - (ends[1] - ends[0]).prod(0) / settings.pixels**2
     return torch.stack((share, ends[0, 0], ends[1, 0], ends[0, 1], ends[1, 1]), -1)
 
 

@@ -64,17 +64,15 @@ def pretrain(
     task: str = "source",
     folder: Path | None = None,
     device: str | torch.device = "auto",
-    cache: Path | None = None,
     workers: int = 1,
     progress: Callable[[Epoch], None] | None = None,
-    decoding: Callable[[int, int], None] | None = None,
 ) -> Pretrained:
     """Train a source network on a tree of pictures, write its weights, and return what was measured.
 
     data: the name of a tree in `folder`, by default in XKFAC_DATA, or its parts. weights: the .safetensors file to
     make. The same call goes on after an interruption, to the same numbers. The validation part is measured after every
-    epoch, the test part once at the end. progress: called after every epoch. cache, workers, decoding: as in
-    `load_pictures`.
+    epoch, the test part once at the end. progress: called after every epoch. workers: processes
+    that decode images.
 
     Raises PretrainingError when the file is there already, a checkpoint beside it is of other settings or data, the
     loss is not finite, or the pictures do not fit on the device.
@@ -89,11 +87,8 @@ def pretrain(
             tree,
             pixels=settings.pixels,
             resize=settings.resize,
-            stored=settings.stored,
             validation=settings.validation,
-            cache=cache,
             workers=workers,
-            progress=decoding,
         )
     _check_data(data, settings, place)
     with _tuned(place), ThreadPoolExecutor(1) as writer:
@@ -164,12 +159,12 @@ class _Job:
         seconds = sum(entry.seconds for entry in self.history)
         record = {**known, "seconds": seconds, "classes": self.parts.classes, "history": [*map(asdict, self.history)]}
         _write(self.path.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-        save_source(self.trainer.result, self.path, self.task, known)
+        save_source(self.trainer.net, self.path, self.task, known)
         self._checkpoint.unlink(missing_ok=True)
         return Pretrained(self.path, self.parts.classes, validation, test, tuple(self.history))
 
     def _accuracy(self, pictures: Part) -> float:
-        return accuracy(self.trainer.result, pictures, self.settings.augmentation)
+        return accuracy(self.trainer.net, pictures, self.settings.augmentation)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ from xkfac import files
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import check_path, nearest
 from xkfac.experiments.networks.backbones import Architecture, ManyHeaded
-from xkfac.experiments.networks.library import TIMM, BackboneError, classifier_path, library, library_model
+from xkfac.experiments.networks.library import TIMM, BackboneError, library_model
+from xkfac.experiments.packages import imported
 
 DOWNLOAD = "download"
 # Names in files that torchvision publishes and its own loading changes.
@@ -141,46 +141,26 @@ def _fitting(
             name = old.sub(new, name)
         if not name.startswith(_AUXILIARY):
             given[name] = tensor
-    wanted = {name: tensor.shape for name, tensor in own.items()}
-    fault = _misfit({name: tensor.shape for name, tensor in given.items()}, wanted, architecture.classifier)
+    fault = _misfit(given, own, architecture.classifier)
     if fault is not None:
-        raise WeightsError(f"{where} is not of '{architecture.model}': it {fault}{_looks(given, architecture)}")
+        raise WeightsError(
+            f"{where} is not of '{architecture.model}': it {fault}; name weights of this model, or the model that they "
+            "are of"
+        )
     return given
 
 
-def _misfit(given: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size], classifier: str) -> str | None:
+def _misfit(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], classifier: str) -> str | None:
     """Return what keeps tensors from being those of a network, or None; the number of classes is free."""
-    for name, shape in wanted.items():
+    for name, tensor in wanted.items():
         # Old files do not count batches.
         if name not in given and not name.endswith(".num_batches_tracked"):
             return f"lacks '{name}'"
         free = 1 if name.rpartition(".")[0] == classifier else 0
-        if given.get(name, shape)[free:] != shape[free:]:
-            return f"has '{name}' as {list(given[name])}, not {list(shape)}"
+        if given.get(name, tensor).shape[free:] != tensor.shape[free:]:
+            return f"has '{name}' as {list(given[name].shape)}, not {list(tensor.shape)}"
     foreign = next((name for name in given if name not in wanted), None)
     return None if foreign is None else f"has '{foreign}', which the model has not"
-
-
-def _looks(given: Mapping[str, Tensor], architecture: Architecture) -> str:
-    """Return which of torchvision's models tensors look like, those of similar names being asked first."""
-    remedy = "; name weights of this model, or the model that they are of"
-    try:
-        models: Any = library("torchvision.models")
-    except BackboneError:  # a hint is no reason to need torchvision for a model of timm
-        return remedy
-    name = architecture.model.removeprefix(TIMM)
-    names = models.list_models(module=models)
-    shapes = {name: tensor.shape for name, tensor in given.items()}
-    for other in sorted(names, key=lambda one: -difflib.SequenceMatcher(None, one, name).ratio()):
-        try:
-            with torch.device("meta"):
-                network = library_model(other)
-        except NotImplementedError:  # some need numbers to be made
-            continue
-        wanted = {key: tensor.shape for key, tensor in network.state_dict().items()}
-        if _misfit(shapes, wanted, classifier_path(other, network)) is None:
-            return f"; it looks like '{other}'"
-    return remedy
 
 
 def _architecture(net: ManyHeaded) -> Architecture:
@@ -201,7 +181,7 @@ def _downloaded(model: str, which: str = "") -> dict[str, Tensor]:
     if model.startswith(TIMM) and which:
         raise WeightsError(f"timm has the name of weights in that of the model: '{model}.{which}', not in the weights")
     if not model.startswith(TIMM):
-        known = [each.name for each in library("torchvision.models").get_model_weights(model)]
+        known = [each.name for each in imported("torchvision.models", "this network").get_model_weights(model)]
         if which and which not in known:
             raise WeightsError(
                 f"torchvision has no weights '{which}' of '{model}'{nearest(which, known)}; name one of "

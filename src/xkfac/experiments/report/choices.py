@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_RECORD, read_json, reason
 from xkfac.experiments.records import CHOSEN, POINT, Fields, fault
-from xkfac.experiments.report.markup import counted, table, text
+from xkfac.experiments.report.markup import Cell, Row, Table, counted, text
 from xkfac.experiments.runs.results import RunResults
 from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, Point, choice_cells
 
@@ -37,7 +36,7 @@ def read_tuned(run: RunResults) -> Tuned | None:
     points: list[Point] = []
     for folder in map(Path, (run.folder, *run.others)):
         rows += [_cells(entry, run) for entry in _entries(folder / "choices.json", CHOSEN)]
-        points += [_point(entry) for entry in _entries(folder / "points.json", POINT)]
+        points += [Point(**entry) for entry in _entries(folder / "points.json", POINT)]
     order = {label: place for place, label in enumerate(dict.fromkeys(row[0] for row in rows))}
     rows.sort(key=lambda row: (order[row[0]], int(row[1])))
     return Tuned(rows, points) if rows else None
@@ -69,17 +68,11 @@ def _cells(entry: Mapping[str, Any], run: RunResults) -> list[str]:
     return [line.label if line is not None and line.label else name, *cells]
 
 
-def _point(entry: Mapping[str, Any]) -> Point:
-    values: dict[str, Any] = {key: math.nan if value is None else value for key, value in entry.items()}
-    return Point(**values)
-
-
-def _words(head: str) -> str:
-    return ' class="words"' if head in ("task", "runner-up", "why") else ""
-
-
-def _cell(head: str, cell: str) -> str:
-    return f"<td{_words(head)}>{text(cell)}</td>"
+def choices_table(tuned: Tuned) -> Table:
+    """Return what was chosen as a table."""
+    caption = "The setting that was chosen, its accuracy, that of the next best, and the reason."
+    rows = [Row(label, [Cell(cell) for cell in cells]) for label, *cells in tuned.rows]
+    return Table("Table of choices", caption, CHOICE_COLUMNS, [rows], words=("task", "runner-up", "why"))
 
 
 def choices_html(found: Mapping[str, Tuned]) -> str:
@@ -93,14 +86,7 @@ def choices_html(found: Mapping[str, Tuned]) -> str:
     parts = [f'<section id="choices">\n<h2>What was chosen, and why</h2>\n<p class="soft">{said}</p>']
     for name, tuned in found.items():
         title = f"<h3>{text(name)}</h3>" if len(found) > 1 else ""
-        body = (
-            f'<tr><th scope="row">{text(label)}</th>' + "".join(map(_cell, CHOICE_COLUMNS[1:], cells)) + "</tr>"
-            for label, *cells in tuned.rows
-        )
-        caption = "The setting that was chosen, its accuracy, that of the next best, and the reason."
-        head = "".join(f'<th scope="col"{_words(name)}>{name}</th>' for name in CHOICE_COLUMNS)
-        shown = table("Table of choices", caption, head, body)
         opening = " open" if len(tuned.rows) <= _FEW else ""
-        inner = f"<details{opening}><summary>{counted(len(tuned.rows), 'choice')}</summary>\n{shown}</details>"
-        parts.append(title + inner)
+        count = counted(len(tuned.rows), "choice")
+        parts.append(f"{title}<details{opening}><summary>{count}</summary>\n{choices_table(tuned).html()}</details>")
     return "\n".join((*parts, "</section>"))

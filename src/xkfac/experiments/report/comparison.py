@@ -6,8 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xkfac.experiments.report.tables import ReportLine, entries, printable
-from xkfac.experiments.runs.results import JobResult, RunResults, Spread
+from xkfac.experiments.report.markup import Cell, Row, Table
+from xkfac.experiments.report.tables import NOTHING, ReportLine, entries, printable
+from xkfac.experiments.runs.results import RunResults, Spread
+
+CAPTION = (
+    "Average accuracy in % of the lines that several runs have, after as many tasks as both reached; differences "
+    "in points, second less first, with Welch's confidence interval. Those whose interval excludes zero are bold."
+)
 
 
 @dataclass(frozen=True)
@@ -36,30 +42,17 @@ def compare(runs: Sequence[RunResults]) -> list[Comparison]:
     for entry in entries(runs):
         by_name.setdefault(entry.name, []).append(entry)
     pairs = [(same[0], other) for same in by_name.values() for other in same[1:]]
-    found = (_comparison(first, second) for first, second in pairs)
-    return [comparison for comparison in found if comparison is not None]
+    return [_comparison(first, second) for first, second in pairs if first.averages.keys() & second.averages.keys()]
 
 
-def _comparison(first: ReportLine, second: ReportLine) -> Comparison | None:
-    one, two = (dict(entry.curve(JobResult.average_accuracy)) for entry in (first, second))
-    common = max(one.keys() & two.keys(), default=0)
-    if not common:
-        return None
-    a, b = one[common], two[common]
+def _comparison(first: ReportLine, second: ReportLine) -> Comparison:
+    tasks = max(first.averages.keys() & second.averages.keys())
+    a, b = first.averages[tasks], second.averages[tasks]
     error, margin = welch(a, b)
-    difference = b.mean - a.mean
-    return Comparison(
-        name=first.name,
-        label=printable(first.line.label or first.name),
-        runs=(first.run, second.run),
-        tasks=common,
-        first=a,
-        second=b,
-        difference=difference,
-        error=error,
-        low=difference - margin,
-        high=difference + margin,
-    )
+    gap = b.mean - a.mean
+    label = printable(first.line.label or first.name)
+    runs = (first.run, second.run)
+    return Comparison(first.name, label, runs, tasks, a, b, gap, error, gap - margin, gap + margin)
 
 
 def welch(a: Spread, b: Spread, level: float = 0.95) -> tuple[float, float]:
@@ -72,3 +65,20 @@ def welch(a: Spread, b: Spread, level: float = 0.95) -> tuple[float, float]:
         return error, error
     freedom = sum(parts) ** 2 / sum(part**2 / (v.count - 1) for part, v in zip(parts, (a, b), strict=True))
     return error, error * float(stdtrit(freedom, (1 + level) / 2))
+
+
+def comparison_table(compared: Sequence[Comparison]) -> Table:
+    """Return the differences as a table."""
+
+    def written(value: float, form: str = "+.2f") -> str:
+        return NOTHING if math.isnan(value) else format(value, form).replace("-", "−")  # noqa: RUF001
+
+    rows = []
+    for each in compared:
+        interval = NOTHING if math.isnan(each.low) else f"{written(each.low)} to {written(each.high)}"
+        clear = each.low > 0 or each.high < 0
+        cells = [Cell(str(each.tasks)), Cell(each.first), Cell(each.second), Cell(written(each.difference), best=clear)]
+        cells += [Cell(written(each.error, ".2f")), Cell(interval)]
+        rows.append(Row(each.label, cells, below=f"{each.runs[1]} against {each.runs[0]}"))
+    heads = ("line", "tasks", "first run", "second run", "difference", "standard error", "95% interval")
+    return Table("Table of differences", CAPTION, heads, [rows])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,135 +30,57 @@ class Fill(Protocol):
 
 
 @dataclass(frozen=True)
-class Key:
-    """An item of a legend. series: the class of what it names in the SVG elements."""
-
-    label: str
-    swatch: str
-    value: str = ""
-    note: str = ""
-    series: str = ""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One plot of a figure as SVG elements of a page; `narrow` is drawn for a phone, empty if `wide` will do."""
-
-    title: str
-    alt: str
-    wide: str
-    narrow: str = ""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """A colour scale: where between 0 and 1 some accuracies lie, and its colours at equal distances."""
-
-    ticks: Mapping[float, float]
-    colours: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A figure: its files, what it shows in words, and what a page needs to show it.
-
-    kind: `curves`, `matrices` or `training`. scale: of colours, if it has one.
-    """
-
-    key: str
-    title: str
-    note: str
-    png: Path
-    svg: Path
-    csv: Path
-    alt: str
-    kind: str = "curves"
-    panels: tuple[Panel, ...] = field(default=(), repr=False)
-    legend: tuple[Key, ...] = field(default=(), repr=False)
-    scale: Scale | None = None
-
-
-@dataclass(frozen=True)
 class Plot:
-    """What `save` needs to know of a figure, whatever it shows."""
+    """A figure: its name, what it shows in words, its numbers, and, once it is drawn, its form in a page.
+
+    key: the name of its files. alt: what it shows, for those who do not see it. header, rows: of its CSV file.
+    """
 
     key: str
     title: str
     note: str
     alt: str
     header: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-
-
-def element(fill: Callable[[Axes], None], size: tuple[int, int], prefix: str, titles: dict[str, str], alt: str) -> str:
-    """Return a plot as an SVG element whose units are the pixels of a page."""
-    with looks(12.5 if size[0] > 400 else 11):
-        canvas = Canvas(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
-        fill(canvas.add_subplot())
-        return inline_svg(canvas, prefix, titles, alt)
+    rows: Sequence[Sequence[Any]] = field(repr=False)
+    element: str = field(default="", repr=False)
 
 
 def multiples(
     plot: Plot,
     labels: Sequence[str],
-    alts: Sequence[str],
     fill: Fill,
     size: tuple[int, int],
     across: int,
     folder: Path,
-    finish: Callable[[Canvas], None] = lambda _: None,
-) -> tuple[tuple[Path, Path, Path], tuple[Panel, ...]]:
-    """Draw small multiples: as one file, and one by one for a page that sets them in rows as its width allows."""
-    panels = []
-    for position, (label, alt) in enumerate(zip(labels, alts, strict=True)):
-        svg = element(partial(fill, position=position), size, f"{plot.key}.{position}.", {}, alt)
-        panels.append(Panel(label, alt, svg))
+    finish: Callable[[Canvas], None],
+) -> Plot:
+    """Draw small multiples of a size in points, so many in a row; `finish` adds what they share."""
     across = min(across, len(labels))
     down = math.ceil(len(labels) / across)
     with looks(8):
         canvas = Canvas(figsize=(across * size[0] / 72, down * (size[1] + 24) / 72 + 0.8), layout="constrained")
-        canvas.suptitle(plot.title, fontsize=10, x=0.01, ha="left")
         for position, label in enumerate(labels):
             axes = canvas.add_subplot(down, across, position + 1)
             fill(axes, position)
             axes.set_title(textwrap.fill(shortened(label, size[0] // 3), size[0] // 6))
         finish(canvas)
-        files = save(canvas, plot, folder)
-    return files, tuple(panels)
+        return save(canvas, plot, folder)
 
 
 def curves(
-    plot: Plot,
-    titles: Sequence[str],
-    fill: Fill,
-    legend: Sequence[tuple[Key, Style]],
-    sizes: tuple[tuple[int, int], tuple[int, int]],
-    height: float,
-    tips: dict[str, str],
-    folder: Path,
-) -> Drawn:
-    """Draw panels of curves with one legend: as one file of a height in inches, and as elements for a page.
-
-    sizes: of an element on a wide page and on a phone. tips: the tooltips of artists by their gid.
-    """
-    panels = []
-    for position, title in enumerate(titles):
-        wide, narrow = (
-            element(partial(fill, position=position), size, f"{plot.key}.{position}{letter}.", tips, plot.alt)
-            for size, letter in zip(sizes, "wn", strict=True)
-        )
-        panels.append(Panel(title, plot.alt, wide, narrow))
+    plot: Plot, titles: Sequence[str], fill: Fill, legend: Sequence[tuple[str, Style]], height: float, folder: Path
+) -> Plot:
+    """Draw panels of curves, one below the other, each of a height in inches, with one legend."""
     with looks(10):
-        canvas = Canvas(figsize=(8, height), layout="constrained")
+        down = math.ceil(len(legend) / 2)
+        canvas = Canvas(figsize=(8, height * len(titles) + 0.23 * down + 0.5), layout="constrained")
         for position, title in enumerate(titles):
             axes = canvas.add_subplot(len(titles), 1, position + 1)
             fill(axes, position)
-            axes.set_title(title or shortened(plot.title, 90))
-        handles = [Line2D([], [], label=shortened(key.label), **style.plot) for key, style in legend]
+            axes.set_title(title)
+        handles = [Line2D([], [], label=shortened(label), **style.plot) for label, style in legend]
         canvas.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, handlelength=3.4)
-        files = save(canvas, plot, folder)
-    keys = tuple(key for key, _ in legend)
-    return Drawn(plot.key, plot.title, plot.note, *files, plot.alt, "curves", tuple(panels), keys)
+        return save(canvas, plot, folder)
 
 
 def whole_ticks(last: int, most: int) -> list[int]:
@@ -174,14 +95,15 @@ def shortened(label: str, width: int = 60) -> str:
     return label if len(label) <= width else label[: width - 1] + "…"
 
 
-def save(canvas: Canvas, plot: Plot, folder: Path) -> tuple[Path, Path, Path]:
-    """Write the files of a figure."""
-    png, svg, table = (folder / f"{plot.key}.{kind}" for kind in ("png", "svg", "csv"))
-    write_file(png, rendered(canvas, "png"))
+def save(canvas: Canvas, plot: Plot, folder: Path) -> Plot:
+    """Write the files of a figure; return it with its form in a page."""
+    canvas.suptitle(shortened(plot.title, 90), x=0.01, ha="left", fontsize=11)
+    write_file(folder / f"{plot.key}.png", rendered(canvas, "png"))
     canvas.set_layout_engine("none")  # what the first drawing laid out holds for the second
-    write_file(svg, rendered(canvas, "svg"))
-    write_file(table, csv_text(plot.header, plot.rows).encode())
-    return png, svg, table
+    svg = rendered(canvas, "svg")
+    write_file(folder / f"{plot.key}.svg", svg)
+    write_file(folder / f"{plot.key}.csv", csv_text(plot.header, plot.rows).encode())
+    return replace(plot, element=inline_svg(svg.decode(), f"{plot.key}.", plot.alt))
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -15,25 +15,22 @@ from matplotlib.axes import Axes
 
 from xkfac.experiments.recipes.parsing import LONGEST_NAME
 from xkfac.experiments.recipes.recipe import Figure
-from xkfac.experiments.report.drawing import SPREAD, Drawn, Key, Plot, curves, whole_ticks
+from xkfac.experiments.report.drawing import SPREAD, Plot, curves, whole_ticks
 from xkfac.experiments.report.multiples import draw_matrices, draw_training
 from xkfac.experiments.report.scatter import SCATTER, draw_scatter
-from xkfac.experiments.report.styles import Style, style_of, swatch
-from xkfac.experiments.report.tables import Curve, ReportLine, entries, notes, number, printable, spread_cells
+from xkfac.experiments.report.styles import Style, style_of
+from xkfac.experiments.report.tables import Curve, ReportLine, entries, entries_by_run, number, printable, spread_cells
 from xkfac.experiments.report.tradeoff_figure import TRADEOFF, draw_tradeoff
 from xkfac.experiments.report.tradeoff_tables import Tradeoffs, tradeoffs
 from xkfac.experiments.runs.results import JobResult, RunResults, Spread
 from xkfac.experiments.tuning.trials import Point
 
-__all__ = ["Drawn", "draw_all", "figure_names"]
-
 _TABLES = ("summary", "accuracies", "areas")  # those CSV files are of tables
-_WIDE, _NARROW = (720, 400), (372, 330)
 
 
 def draw_all(
     runs: Sequence[RunResults], folder: Path, tuned: Mapping[str, Sequence[Point]] | None = None
-) -> list[Drawn]:
+) -> list[Plot]:
     """Draw all figures of some runs into a folder, which is made if need be.
 
     tuned: what the settings reached that a tuning tried, by the name of its run.
@@ -61,7 +58,7 @@ def draw_all(
         drawn.append(draw_training(_file_name("training", keys), trained, folder))
     tuned = tuned or {}
     for run, tried in tuned.items():
-        if any(point.finite for point in tried):
+        if any(point.target is not None for point in tried):
             title = f"{SCATTER}: {run}" if len(tuned) > 1 else SCATTER
             drawn.append(draw_scatter(_file_name("scatter", keys), tried, folder, title))
     return drawn
@@ -91,9 +88,7 @@ def _figures(
     """Return the figures of all recipes, those of the same key as one, and one of `must` that are in none."""
     found: dict[str, Figure] = {}
     shown: dict[str, list[ReportLine]] = {}
-    rest = list(lines)
-    for run in runs:
-        mine, rest = rest[: len(run.recipe.lines)], rest[len(run.recipe.lines) :]
+    for run, mine in zip(runs, entries_by_run(runs), strict=True):
         for key, figure in run.recipe.figures.items():
             found.setdefault(key, replace(figure, title=printable(figure.title)))
             shown.setdefault(key, []).extend(entry for entry in mine if entry.name in figure.lines)
@@ -115,13 +110,13 @@ def _file_name(key: str, taken: set[str], ending: str = "") -> str:
     return name
 
 
-def _accuracy(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Drawn:
+def _accuracy(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Plot:
     title = figure.title or f"Average accuracy, {key}"
     said = "average accuracy in percent"
     return _over_tasks(key, title, figure.note, said, lines, JobResult.average_accuracy, folder)
 
 
-def _forgetting(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Drawn:
+def _forgetting(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Plot:
     title = f"Forgetting: {figure.title}" if figure.title else "Forgetting"
     note = "How far accuracy on earlier tasks is below its best so far, on average, in percentage points."
     return _over_tasks(key, title, note, "points lost on earlier tasks", lines, JobResult.forgetting, folder)
@@ -129,7 +124,7 @@ def _forgetting(key: str, figure: Figure, lines: Sequence[ReportLine], folder: P
 
 def _over_tasks(
     key: str, title: str, note: str, said: str, lines: Sequence[ReportLine], of: Curve, folder: Path
-) -> Drawn:
+) -> Plot:
     """Draw the average accuracy, or else the forgetting, of lines against the number of tasks."""
     ranked = _ranked(lines, of)
     ends = "; ".join(f"{e.label} {_end(c)}" for e, c in ranked)
@@ -177,7 +172,7 @@ def _zoom(curves: _Curves, better: int) -> tuple[float, float] | None:
     return first, last
 
 
-def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better: int) -> Drawn:
+def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better: int) -> Plot:
     zoom = _zoom(lines, better)
     titles = [""] if zoom is None else ["", f"The {'upper' if better > 0 else 'lower'} part, enlarged"]
     limits = [None, zoom]
@@ -196,13 +191,8 @@ def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better:
         elif better < 0 and axes.get_ylim()[0] > 0:
             axes.set_ylim(0, None)
 
-    tips = {f"{kind}-{e.index}": e.label for e, _ in lines for kind in ("series", "band")}
-    legend = [
-        (Key(e.label, swatch(styles[e.index]), _end(curve), "; ".join(notes(e)), f"series-{e.index}"), styles[e.index])
-        for e, curve in lines
-    ]
-    height = 4.4 * len(titles) + 0.23 * math.ceil(len(lines) / 2) + 0.5
-    return curves(plot, titles, fill, legend, (_WIDE, _NARROW), height, tips, folder)
+    legend = [(f"{entry.label}  {_end(curve)}", styles[entry.index]) for entry, curve in lines]
+    return curves(plot, titles, fill, legend, 4.4, folder)
 
 
 def _draw_curve(axes: Axes, entry: ReportLine, curve: Sequence[tuple[int, Spread]], style: Style, longest: int) -> None:
@@ -220,12 +210,8 @@ def _draw_curve(axes: Axes, entry: ReportLine, curve: Sequence[tuple[int, Spread
         if len(counts) == 1:
             axes.axhline(means[0], color=style.colour, linestyle=(0, (4, 4)), linewidth=1)
     elif np.any(deviations > 0):
-        band = axes.fill_between(
-            counts, means - deviations, means + deviations, color=style.colour, alpha=0.16, linewidth=0
-        )
-        band.set_gid(f"band-{entry.index}")
-    (line,) = axes.plot(counts, means, markevery=every, **style.plot)
-    line.set_gid(f"series-{entry.index}")
+        axes.fill_between(counts, means - deviations, means + deviations, color=style.colour, alpha=0.16, linewidth=0)
+    axes.plot(counts, means, markevery=every, **style.plot)
     for before in set(entry.diverged):
         place = np.searchsorted(counts, before, side="right") - 1
         if place >= 0:

@@ -6,31 +6,24 @@ Both are of the repeats that have learnt all tasks, whatever the order in which 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from xkfac.experiments.recipes.recipe import SINGLE, Line
-from xkfac.experiments.report.accuracy_table import AccuracyRow, as_html, as_text
-from xkfac.experiments.report.markup import column_heads, spread_text, table, table_row, text
-from xkfac.experiments.report.tables import ReportLine, csv_text, entries, notes, number, spread_cells
+from xkfac.experiments.report.markup import Cell, Row, Table
+from xkfac.experiments.report.tables import (
+    ReportLine,
+    best_places,
+    csv_text,
+    entries_by_run,
+    printable,
+    spread_cells,
+)
 from xkfac.experiments.runs.results import JobResult, RunResults, Spread, spread
 
-_Finals = dict[int, dict[str, float]]  # by seed and task
-_FACTS = ("active_bn", "valid_curvature", "balanced")
-
-
-@dataclass(frozen=True)
-class ShareRow:
-    """What a line has of what it could have, in %.
-
-    kept: its accuracy on the source after all tasks over that of the source network. shares: by target, its accuracy
-    over that of a network of its own for this task and seed.
-    """
-
-    label: str
-    kept: Spread | None
-    shares: Mapping[str, Spread | None] = field(default_factory=dict)
+MOST_SHOWN = 12  # tasks up to which a table says what images of each are taken for
+_FACTS = {"active_bn": "active BN", "valid_curvature": "valid curvature", "balanced": "adaptive α"}  # noqa: RUF001
 
 
 @dataclass(frozen=True)
@@ -42,32 +35,43 @@ class Ceiling:
 
 
 @dataclass(frozen=True)
+class LineNumbers:
+    """What a line of images has reached, in %.
+
+    accuracies: by task, and their average; None where it cannot be said. kept: the accuracy on the source after all
+    tasks over that of the source network. shares: by target, the accuracy over that of its ceiling of the same seed.
+    """
+
+    entry: ReportLine
+    accuracies: Mapping[str, Spread | None]
+    average: Spread | None
+    kept: Spread | None
+    shares: Mapping[str, Spread | None]
+
+
+@dataclass(frozen=True)
 class ImageTables:
-    """The tables of one run: its lines with a row of accuracies each, and the shares of those that compete."""
+    """The numbers of one run, line by line, and its source."""
 
     source: str
-    entries: Sequence[ReportLine]
-    accuracies: Sequence[AccuracyRow]
-    shares: Sequence[ShareRow]
+    lines: Sequence[LineNumbers]
+
+    @property
+    def learnt(self) -> list[LineNumbers]:
+        """Those of the lines that compete and have a result."""
+        return [of for of in self.lines if not of.entry.reference and of.accuracies]
 
 
 def image_tables(runs: Sequence[RunResults]) -> list[ImageTables | None]:
     """Return the tables of each run; None for one that has no images, or no repeat that has learnt all its tasks."""
     found: list[ImageTables | None] = []
-    rest = entries(runs)
-    for run in runs:
-        mine, rest = rest[: len(run.recipe.lines)], rest[len(run.recipe.lines) :]
-        whole = any(_finals(entry) for entry in mine)
-        found.append(_tables(run, mine) if run.recipe.images is not None and whole else None)
+    for run, mine in zip(runs, entries_by_run(runs), strict=True):
+        whole = run.recipe.images is not None and any(map(_finals, mine))
+        source, *targets = run.recipe.tasks if whole else [""]
+        tops = ceilings(mine, targets)
+        lines = [_numbers(entry, source, targets, tops) for entry in mine]
+        found.append(ImageTables(source, lines) if whole else None)
     return found
-
-
-def _tables(run: RunResults, mine: Sequence[ReportLine]) -> ImageTables:
-    source, *targets = run.recipe.tasks
-    rows = [_accuracy_row(entry, [source, *targets]) for entry in mine]
-    tops = ceilings(mine, targets)
-    learnt = [entry for entry in mine if not entry.reference and _finals(entry)]
-    return ImageTables(source, mine, rows, [_share_row(entry, source, targets, tops) for entry in learnt])
 
 
 def ceilings(mine: Sequence[ReportLine], targets: Sequence[str]) -> dict[str, Ceiling]:
@@ -94,31 +98,38 @@ def _validations(entry: ReportLine, task: str) -> list[float]:
     for job in entry.results.jobs:
         place = list(job.tasks).index(task) if task in job.tasks and job.final() else len(job.kept)
         kept = job.kept[place] if place < len(job.kept) else None
-        epochs = [epoch for epoch in job.epochs if (epoch["task"], epoch["epoch"]) == (place, kept)]
-        found += [epoch["validation"] for epoch in epochs if epoch.get("validation") is not None]
+        found += [epoch["validation"] for epoch in job.epochs if (epoch["task"], epoch["epoch"]) == (place, kept)]
     return found
 
 
-def _finals(entry: ReportLine) -> _Finals:
-    """Return the accuracies of each repeat that has learnt all tasks, by its seed."""
+def _finals(entry: ReportLine) -> dict[int, dict[str, float]]:
+    """Return the accuracies of each repeat that has learnt all tasks, by its seed and task."""
     ends = {job.seed: job.final() for job in entry.results.jobs}
     return {seed: end for seed, end in ends.items() if end is not None}
 
 
-def _accuracy_row(entry: ReportLine, tasks: Sequence[str]) -> AccuracyRow:
-    ends = list(_finals(entry).values())
-    shown = [task for task in tasks if any(task in end for end in ends)]
+def _numbers(entry: ReportLine, source: str, targets: Sequence[str], tops: Mapping[str, Ceiling]) -> LineNumbers:
+    finals = _finals(entry)
+    ends = list(finals.values())
+    accuracies = {
+        task: spread([end.get(task) for end in ends]) for task in (source, *targets) if any(task in end for end in ends)
+    }
     # Of a line that leaves tasks out, repeats in other orders have others, whose averages are not of the same thing.
     alike = all(end.keys() == ends[0].keys() for end in ends)
-    return AccuracyRow(
-        entry.label,
-        *facts_of(entry.line),
-        {task: spread([end.get(task) for end in ends]) for task in shown},
-        spread([fmean(end.values()) for end in ends]) if alike else None,
-        entry.reference,
-        len(entry.diverged),
-        "; ".join(notes(entry)),
-    )
+    average = spread([fmean(end.values()) for end in ends]) if alike else None
+    if entry.reference:
+        return LineNumbers(entry, accuracies, average, None, {})
+    first = {job.seed: row[0] for job in entry.results.jobs if job.accuracy and (row := job.accuracy[0]) is not None}
+    kept = spread([_percent(end[source], first[seed]) for seed, end in finals.items() if source in end])
+    shares: dict[str, Spread | None] = {}
+    for task in targets if tops and finals else ():
+        own = tops[task].accuracies if task in tops else {}
+        shares[task] = spread([_percent(end[task], own.get(seed)) for seed, end in finals.items() if task in end])
+    return LineNumbers(entry, accuracies, average, kept, shares)
+
+
+def _percent(part: float, whole: float | None) -> float | None:
+    return 100 * part / whole if whole else None
 
 
 def facts_of(line: Line) -> tuple[bool, bool, bool]:
@@ -133,43 +144,48 @@ def facts_of(line: Line) -> tuple[bool, bool, bool]:
     return not method.fixed_bn, method.penalised and (alone or with_terms), line.balance
 
 
-def _share_row(entry: ReportLine, source: str, targets: Sequence[str], tops: Mapping[str, Ceiling]) -> ShareRow:
-    finals = _finals(entry)
-    first = {job.seed: row[0] for job in entry.results.jobs if job.accuracy and (row := job.accuracy[0]) is not None}
-    kept = [_percent(end[source], first[seed]) for seed, end in finals.items() if source in end]
-    shares: dict[str, Spread | None] = {}
-    for task in targets if tops else ():
-        own = tops[task].accuracies if task in tops else {}
-        shares[task] = spread([_percent(end[task], own.get(seed)) for seed, end in finals.items() if task in end])
-    return ShareRow(entry.label, spread(kept), shares)
-
-
-def _percent(part: float, whole: float | None) -> float | None:
-    return 100 * part / whole if whole else None
-
-
-def tables_html(tables: ImageTables) -> str:
-    """Return both tables as elements of a report's page."""
+def accuracy_table(tables: ImageTables) -> Table:
+    """Return accuracies task by task: lines without adaptive alpha, then those with, as the paper has them."""
+    tasks = list(dict.fromkeys(task for of in tables.lines for task in of.accuracies))
+    blocks = ([of for of in tables.lines if of.entry.line.balance is balanced] for balanced in (False, True))
     caption = (
-        f"What is kept of the source network's accuracy on {text(tables.source)} after all tasks"
-        + (", and what each target reaches of the accuracy of a network of its own" if _targets(tables.shares) else "")
+        "Top-1 accuracy in %, mean ± one standard deviation over repeats. The best of a column in each block is bold; "
+        "references and methods with repeats that diverged do not take part."
+    )
+    heads = ["method", *_FACTS.values(), *map(printable, tasks), "average"]
+    return Table("Table of accuracies", caption, heads, [_block(block, tasks) for block in blocks if block])
+
+
+def _block(block: Sequence[LineNumbers], tasks: Sequence[str]) -> list[Row]:
+    values = [[*map(of.accuracies.get, tasks), of.average] for of in block]
+    rivals = [place for place, of in enumerate(block) if not of.entry.reference and not of.entry.diverged]
+    best = [best_places({place: values[place][k] for place in rivals}, 2) for k in range(len(tasks) + 1)]
+    rows = []
+    for place, (of, mine) in enumerate(zip(block, values, strict=True)):
+        cells = [Cell("✓" if there else "") for there in facts_of(of.entry.line)]
+        cells += [Cell(value, best=place in won) for value, won in zip(mine, best, strict=True)]
+        rows.append(Row(of.entry.label, cells, of.entry.notes, of.entry.reference))
+    return rows
+
+
+def share_table(tables: ImageTables) -> Table:
+    """Return what lines keep of the source, and what they reach of the ceilings of the targets."""
+    targets = list(dict.fromkeys(task for of in tables.learnt for task in of.shares))
+    caption = (
+        f"What is kept of the source network's accuracy on {tables.source} after all tasks"
+        + (", and what each target reaches of the accuracy of a network of its own" if targets else "")
         + "; in %, mean ± one standard deviation over repeats."
     )
-    targets = _targets(tables.shares)
-    body = (
-        table_row(text(row.label), (spread_text(value, 1) for value in (row.kept, *map(row.shares.get, targets))))
-        for row in tables.shares
-    )
-    head = column_heads(["line", *_share_titles(tables)])
-    shares = table("Table of shares", caption, head, body) if tables.shares else ""
-    return as_html(tables.accuracies) + "\n" + shares
+    rows = [
+        Row(of.entry.label, [Cell(value, 1) for value in (of.kept, *map(of.shares.get, targets))])
+        for of in tables.learnt
+    ]
+    heads = ["line", f"{tables.source} kept", *(f"{task}, share of its ceiling" for task in targets)]
+    return Table("Table of shares", caption, heads, [rows])
 
 
-MOST_SHOWN = 12  # tasks up to which a table says what images of each are taken for
-
-
-def inference_html(found: Sequence[ReportLine]) -> str:
-    """Return a table of how well tasks are inferred, of lines with task-specific layers; nothing without any.
+def inference_table(found: Sequence[ReportLine]) -> Table:
+    """Return how well tasks are inferred, of lines with task-specific layers; without rows if there are none.
 
     Up to `MOST_SHOWN` tasks it has a row per line and task, with the confusion matrix; beyond, a row per line.
     """
@@ -184,18 +200,16 @@ def inference_html(found: Sequence[ReportLine]) -> str:
     rows = []
     for label, tasks, jobs in each:
         there = [job for job in jobs if job.keys() & set(tasks)]
-        cells = (
-            spread([fmean(job[task].get(key or task, 0.0) for task in tasks if task in job) for job in there])
+        cells = [
+            Cell(spread([fmean(job[task].get(key or task, 0.0) for task in tasks if task in job) for job in there]), 1)
             for key in ("task given", "task inferred", *titles.values())
-        )
-        name = f"{text(label)}: {text(tasks[0])}" if short else text(label)
-        rows.append(table_row(name, (spread_text(cell, 1) for cell in cells)))
+        ]
+        rows.append(Row(f"{label}: {tasks[0]}" if short else label, cells))
     caption = (
         "Accuracy in % after all tasks where the task of a test image is given, and where it is inferred from the "
         "image alone, and what share of the images of a task is taken for those of each task."
     )
-    heads = column_heads(["line", "task given", "task inferred", *titles])
-    return table("Table of inferred tasks", caption, heads, rows) if rows else ""
+    return Table("Table of inferred tasks", caption, ["line", "task given", "task inferred", *titles], [rows])
 
 
 def _inferred(job: JobResult) -> dict[str, dict[str, float]]:
@@ -209,34 +223,15 @@ def _inferred(job: JobResult) -> dict[str, dict[str, float]]:
     }
 
 
-def tables_text(tables: ImageTables) -> tuple[str, list[list[str]]]:
-    """Return the accuracies as a terminal shows them, and the rows of the shares, their header first."""
-    targets = _targets(tables.shares)
-    rows = [
-        [row.label, *(number(value, 1) for value in (row.kept, *map(row.shares.get, targets)))] for row in tables.shares
-    ]
-    return as_text(tables.accuracies), [["line", *_share_titles(tables)], *rows] if rows else []
-
-
-def _targets(rows: Iterable[ShareRow]) -> list[str]:
-    return list(dict.fromkeys(task for row in rows for task in row.shares))
-
-
-def _share_titles(tables: ImageTables) -> list[str]:
-    targets = _targets(tables.shares)
-    return [f"{tables.source} kept", *(f"{task}, share of its ceiling" for task in targets)]
-
-
 def tables_csv(found: Iterable[ImageTables]) -> str:
-    """Return all numbers in full as CSV, one a row."""
+    """Return all numbers in full as CSV, one per row."""
     rows: list[list[Any]] = []
     for tables in found:
-        shares = {row.label: row for row in tables.shares}
-        for entry, row in zip(tables.entries, tables.accuracies, strict=True):
-            share = shares.get(row.method, ShareRow(row.method, None))
-            values = [("accuracy", task, value) for task, value in row.accuracies.items()]
-            values += [("average accuracy", "", row.average), ("kept", tables.source, share.kept)]
-            values += [("share of the ceiling", task, value) for task, value in share.shares.items()]
-            start = [entry.run, entry.name, row.method, *(int(getattr(row, fact)) for fact in _FACTS)]
+        for of in tables.lines:
+            values = [("accuracy", task, value) for task, value in of.accuracies.items()]
+            values += [("average accuracy", "", of.average), ("kept", tables.source, of.kept)]
+            values += [("share of the ceiling", task, value) for task, value in of.shares.items()]
+            entry = of.entry
+            start = [entry.run, entry.name, entry.label, *map(int, facts_of(entry.line))]
             rows += [[*start, what, task, *spread_cells(value)] for what, task, value in values if value is not None]
     return csv_text(["run", "line", "label", *_FACTS, "what", "task", "mean", "deviation", "repeats"], rows)

@@ -1,4 +1,4 @@
-"""Small multiples of a report, one plot a line: accuracy on every task, and losses over epochs."""
+"""Small multiples of a report, one plot per line: accuracy on every task, and losses over epochs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from xkfac.experiments.report.drawing import SPREAD, Drawn, Key, Plot, Scale, multiples, shortened, whole_ticks
-from xkfac.experiments.report.styles import PALETTE, Style, swatch
+from xkfac.experiments.report.drawing import SPREAD, Plot, multiples, shortened, whole_ticks
+from xkfac.experiments.report.styles import PALETTE
 from xkfac.experiments.report.tables import ReportLine, printable, spread_cells
 from xkfac.experiments.runs.results import Spread, spread
 
@@ -30,8 +29,8 @@ _LONG = 15  # tasks from which on epochs are too dense to be read one by one
 _POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Drawn:
-    """Draw the accuracy on every task after every task as heat maps, one a line."""
+def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
+    """Draw the accuracy on every task after every task as heat maps, one per line."""
     cells = [_cells(entry) for entry in lines]
     matrices = [_mean_matrix(entry.reached, of) for entry, of in zip(lines, cells, strict=True)]
     low = min(float(np.nanmin(means)) for means in matrices)
@@ -43,7 +42,7 @@ def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Drawn:
 
     title = "Accuracy on every task"
     note = (
-        "One picture a line, mean over repeats: each row is a moment, after so many tasks were learnt, each column a "
+        "One image per line, mean over repeats: each row is a moment, after so many tasks were learnt, each column a "
         "task. A column that darkens downwards is a task that is being forgotten. The scale is that of the "
         "logarithm of the error, so that small differences near 100% show beside lines that forget all."
     )
@@ -65,9 +64,7 @@ def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Drawn:
         scale.set_ticks(list(ticks.values()), labels=[f"{tick:g}%" for tick in ticks])
         scale.outline.set_visible(False)
 
-    files, panels = multiples(plot, [e.label for e in lines], alts, fill, _MATRIX, 4, folder, finish)
-    colours = tuple(to_hex(_COLOURS(level / 10)) for level in range(11))
-    return Drawn(key, title, note, *files, plot.alt, "matrices", panels, scale=Scale(ticks, colours))
+    return multiples(plot, [e.label for e in lines], fill, _MATRIX, 4, folder, finish)
 
 
 def _shade(accuracy: Any, ends: tuple[float, float]) -> Any:
@@ -142,8 +139,8 @@ def _draw_matrix(
                 )
 
 
-def draw_training(key: str, lines: Sequence[ReportLine], folder: Path) -> Drawn:
-    """Draw loss and penalty over epochs, one plot a line, all with the same scale."""
+def draw_training(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
+    """Draw loss and penalty over epochs, one plot per line, all with the same scale."""
     curves = [(entry, {what: _epoch_curve(entry, what) for what in ("loss", "penalty")}) for entry in lines]
     values = [
         value.mean for _, of in curves for curve in of.values() for _, _, value in curve if 0 < value.mean < math.inf
@@ -168,9 +165,7 @@ def draw_training(key: str, lines: Sequence[ReportLine], folder: Path) -> Drawn:
         handles = [Line2D([], [], color=colour, label=name) for name, colour in names.items()]
         canvas.legend(handles=handles, loc="outside upper right", ncols=2)
 
-    files, panels = multiples(plot, [e.label for e in lines], alts, fill, _TRAINING, 3, folder, finish)
-    legend = tuple(Key(name, swatch(Style(colour, (), ",", 0.0))) for name, colour in names.items())
-    return Drawn(key, title, note, *files, plot.alt, "training", panels, legend)
+    return multiples(plot, [e.label for e in lines], fill, _TRAINING, 3, folder, finish)
 
 
 _EpochCurve = list[tuple[int, int, Spread]]
@@ -181,9 +176,8 @@ def _epoch_curve(entry: ReportLine, what: str) -> _EpochCurve:
     found: dict[tuple[int, int], list[float]] = {}
     for job in entry.results.jobs:
         for epoch in job.epochs:
-            value = epoch.get(what)
-            if isinstance(value, int | float) and math.isfinite(value):
-                found.setdefault((int(epoch["task"]) + 1, int(epoch["epoch"]) + 1), []).append(float(value))
+            if epoch[what] is not None:
+                found.setdefault((epoch["task"] + 1, epoch["epoch"] + 1), []).append(epoch[what])
     spreads = ((place, spread(values)) for place, values in sorted(found.items()))
     return [(*place, value) for place, value in spreads if value is not None]
 

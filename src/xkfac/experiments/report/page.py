@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -15,26 +14,21 @@ from xkfac.errors import XkfacError
 from xkfac.experiments.files import check_path
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.report.choices import choices_html, read_tuned
-from xkfac.experiments.report.comparison import Comparison, compare
-from xkfac.experiments.report.drawing import Drawn, Key, Panel, Scale, write_file
+from xkfac.experiments.report.comparison import compare, comparison_table
+from xkfac.experiments.report.drawing import Plot, write_file
 from xkfac.experiments.report.figures import draw_all
-from xkfac.experiments.report.image_tables import ImageTables, image_tables, inference_html, tables_csv, tables_html
-from xkfac.experiments.report.markup import column_heads, counted, marked, spread_text, table, table_row, text
-from xkfac.experiments.report.styles import style_of, swatch
-from xkfac.experiments.report.tables import (
-    NOTHING,
-    Column,
-    ReportLine,
-    SummaryRow,
-    best,
-    columns,
-    notes,
-    run_names,
-    started,
-    summary,
-    summary_csv,
+from xkfac.experiments.report.image_tables import (
+    ImageTables,
+    accuracy_table,
+    image_tables,
+    inference_table,
+    share_table,
+    tables_csv,
 )
-from xkfac.experiments.report.tradeoff_tables import Tradeoffs, tradeoffs, tradeoffs_csv, tradeoffs_html
+from xkfac.experiments.report.markup import counted, spread_text, text
+from xkfac.experiments.report.summary import summary
+from xkfac.experiments.report.tables import ReportLine, columns, entries, furthest, run_names, started, summary_csv
+from xkfac.experiments.report.tradeoff_tables import Tradeoffs, tradeoff_table, tradeoffs, tradeoffs_csv
 from xkfac.experiments.runs.results import RunResults
 
 _FIGURES = "figures"
@@ -47,14 +41,15 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> Path:
     Raises XkfacError when there are no runs, none has measured anything, or the folder cannot be written.
     """
     check_path(folder / _FIGURES / "accuracies.csv")
-    rows = summary(runs)
-    if not any(row.reached or row.entry.results.jobs for row in rows):
+    lines = entries(runs)
+    if not any(line.results.jobs for line in lines):
         what = ", ".join(f"'{name}'" for name in run_names(runs)) or "no run at all"
         raise XkfacError(f"there is nothing to report on yet ({what}); wait until the first task is learnt")
-    tuned = {name: of for run, name in zip(runs, run_names(runs), strict=True) if (of := read_tuned(run)) is not None}
+    names = run_names(runs)
+    tuned = {name: of for run, name in zip(runs, names, strict=True) if (of := read_tuned(run)) is not None}
     drawn = draw_all(runs, folder / _FIGURES, {name: of.points for name, of in tuned.items()})
-    write_file(folder / _FIGURES / "summary.csv", summary_csv(rows).encode())
-    images = {name: of for name, of in zip(run_names(runs), image_tables(runs), strict=True) if of is not None}
+    write_file(folder / _FIGURES / "summary.csv", summary_csv(lines).encode())
+    images = {name: of for name, of in zip(names, image_tables(runs), strict=True) if of is not None}
     if images:
         write_file(folder / _FIGURES / "accuracies.csv", tables_csv(images.values()).encode())
     curves = tradeoffs(runs)
@@ -62,41 +57,33 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> Path:
         write_file(folder / _FIGURES / "areas.csv", tradeoffs_csv(curves).encode())
     title = _title(runs)
     body = [
-        _header(title, runs, rows, bool(tuned)),
-        _results(rows, images, curves),
+        _header(title, runs, lines, bool(tuned)),
+        _results(lines, images, curves),
         choices_html(tuned),
         _side_by_side(runs),
-        _figures(drawn, rows),
-        _lines(runs, rows),
-        *(_origin(position, runs[position], name, len(runs) > 1) for position, name in enumerate(run_names(runs))),
+        _figures(drawn, lines),
+        _lines(runs, lines),
+        *(_origin(position, runs[position], name, len(runs) > 1) for position, name in enumerate(names)),
         "</main>",
     ]
     template = Template(resources.files("xkfac.experiments.report").joinpath("report.html").read_text(encoding="utf-8"))
-    page = template.substitute(title=text(title), hover=_hover(len(rows)), body="\n".join(filter(None, body)))
+    page = template.substitute(title=text(title), body="\n".join(filter(None, body)))
     write_file(folder / "report.html", page.encode())
     return folder / "report.html"
-
-
-def _hover(count: int) -> str:
-    """Return rules by which a name in a legend, pointed at, makes the other lines of its figure step back."""
-    return "\n".join(
-        f".plot:has(.key-{i}:hover) :is(.series, .band):not(.series-{i}, .band-{i}) {{ opacity: 0.12; }}"
-        for i in range(count)
-    )
 
 
 def _title(runs: Sequence[RunResults]) -> str:
     return " and ".join(dict.fromkeys(run.recipe.title or run.recipe.name for run in runs))
 
 
-def _header(title: str, runs: Sequence[RunResults], rows: Sequence[SummaryRow], tuned: bool) -> str:
+def _header(title: str, runs: Sequence[RunResults], lines: Sequence[ReportLine], tuned: bool) -> str:
     described = dict.fromkeys(run.recipe.description for run in runs if run.recipe.description)
     links = {"results": "Results", **({"choices": "What was chosen"} if tuned else {})}
     links |= {"figures": "Figures", "lines": "The lines", "origin": "Where it comes from"}
     parts = [
         f"<header>\n<h1>{text(title)}</h1>",
         *(f"<p>{text(said)}</p>" for said in described),
-        _headline(rows),
+        _headline(lines),
         _state(runs),
         "<nav aria-label='Contents'>" + "".join(f'<a href="#{to}">{said}</a>' for to, said in links.items()) + "</nav>",
         "</header>\n<main>",
@@ -104,23 +91,22 @@ def _header(title: str, runs: Sequence[RunResults], rows: Sequence[SummaryRow], 
     return "\n".join(filter(None, parts))
 
 
-def _headline(rows: Sequence[SummaryRow]) -> str:
+def _headline(lines: Sequence[ReportLine]) -> str:
     """Return the result in one sentence: which line keeps most after the most tasks."""
-    most = max((row.reached for row in rows), default=0)
-    rivals = [r for r in rows if r.final and r.reached == most and not r.entry.reference and not r.entry.diverged]
+    most = furthest(lines)
+    rivals = [e for e in lines if e.final and e.reached == most and not e.reference and not e.diverged]
     if not rivals:
         return ""
-    top = max(rivals, key=lambda row: row.final.mean if row.final else -math.inf)
+    top = max(rivals, key=lambda line: line.averages[most].mean)
     tasks = f"{most} tasks" if most > 1 else "one task"
-    so_far = "So far, after" if most < top.tasks or top.notes else "After"
+    so_far = "So far, after" if most < top.line.tasks or top.notes else "After"
     said = f"{so_far} {tasks}, <b>{text(top.label)}</b> is at {spread_text(top.final)}% on average"
     if len(rivals) > 1:
         said += f", the best of {len(rivals)} lines"
-    references = [row for row in rows if row.entry.reference and most in dict(row.at) | {row.reached: row.final}]
-    if references:
-        first = references[0]
-        who = "training on all tasks at once" if first.entry.line.method == JOINT else "a network of its own for each"
-        said += f"; {who} reaches {spread_text(first.final if first.reached == most else first.at[most])}%"
+    first = next((line for line in lines if line.reference and most in line.averages), None)
+    if first is not None:
+        who = "training on all tasks at once" if first.line.method == JOINT else "a network of its own for each"
+        said += f"; {who} reaches {spread_text(first.averages[most])}%"
     return f'<p class="lead">{said}.</p>'
 
 
@@ -159,86 +145,49 @@ def _world(recipe: Recipe) -> str:
     return f"{recipe.images.model} at {recipe.images.pixels} pixels, from {source} to {', '.join(targets)}{how}"
 
 
-def _results(rows: Sequence[SummaryRow], images: Mapping[str, ImageTables], curves: Sequence[Tradeoffs]) -> str:
+def _results(lines: Sequence[ReportLine], images: Mapping[str, ImageTables], curves: Sequence[Tradeoffs]) -> str:
     """Return the section of results: trade-offs of sweeps, accuracies of tasks by name, the course over tasks."""
     parts = ['<section id="results">\n<h2>Results</h2>']
     for found in curves:
         parts += [f"<h3>{text(found.run)}</h3>"] if len(curves) > 1 else []
-        parts.append(tradeoffs_html(found))
+        parts.append(tradeoff_table(found).html())
     if curves:
-        parts.append(f'<p class="files"><a href="{_FIGURES}/areas.csv">Trade-offs as CSV</a></p>')
+        parts.append(_csv("areas", "Trade-offs as CSV"))
     for name, tables in images.items():
         parts += [f"<h3>{text(name)}</h3>"] if len(images) > 1 else []
-        parts.append(tables_html(tables))
+        parts.append(accuracy_table(tables).html())
+        parts += [share_table(tables).html()] if tables.learnt else []
     if images:
-        parts.append(f'<p class="files"><a href="{_FIGURES}/accuracies.csv">These tables as CSV</a></p>')
-        parts.append("<h3>Over the tasks</h3>")
-    return "\n".join((*parts, _summary(rows), inference_html([row.entry for row in rows]), "</section>"))
+        parts += [_csv("accuracies", "These tables as CSV"), "<h3>Over the tasks</h3>"]
+    shown = [column for column in columns(lines) if "after" not in column.title]
+    meanings = "".join(f"<dt>{text(column.title)}</dt><dd>{text(column.hint)}.</dd>" for column in shown)
+    parts += [
+        summary(lines).html(),
+        f'<details><summary>What the columns mean</summary><dl class="meanings soft">{meanings}</dl></details>',
+        _csv("summary", "The table as CSV"),
+    ]
+    inferred = inference_table(lines)
+    return "\n".join((*parts, inferred.html() if inferred.blocks[0] else "", "</section>"))
 
 
-def _summary(rows: Sequence[SummaryRow]) -> str:
-    shown = columns(rows)
-    marks = [best(column, rows) for column in shown]
-    most = max((row.reached for row in rows), default=0)
-    head = "".join(f'<th scope="col" title="{text(c.hint)}">{text(c.title)}</th>' for c in shown)
-    body = (_result_row(position, row, shown, marks, most) for position, row in enumerate(rows))
-    caption = (
-        "Average accuracy in % on the tasks learnt so far, after so many tasks, and how it comes about; mean ± one "
-        "standard deviation over repeats. The best of a column is bold; references, lines that diverged and lines "
-        "with fewer tasks do not take part."
-    )
-    meanings = "".join(f"<dt>{text(c.title)}</dt><dd>{text(c.hint)}.</dd>" for c in shown if "after" not in c.title)
-    return (
-        table("Table of results", caption, f'<th scope="col">line</th>{head}', body)
-        + f'\n<details><summary>What the columns mean</summary><dl class="meanings soft">{meanings}</dl></details>\n'
-        f'<p class="files"><a href="{_FIGURES}/summary.csv">The table as CSV</a></p>'
-    )
-
-
-def _result_row(position: int, row: SummaryRow, shown: Sequence[Column], marks: Sequence[set[int]], most: int) -> str:
-    cells = []
-    for column, won in zip(shown, marks, strict=True):
-        cell = marked(spread_text(column.value(row), column.digits), position in won)
-        if column.title == f"after {most}" and 0 < row.reached < most:
-            cell += f'<br><span class="soft">after {row.reached}</span>'
-        cells.append(cell)
-    return table_row(text(row.label), cells, row.notes, reference=row.entry.reference)
+def _csv(name: str, said: str) -> str:
+    return f'<p class="files"><a href="{_FIGURES}/{name}.csv">{said}</a></p>'
 
 
 def _side_by_side(runs: Sequence[RunResults]) -> str:
     compared = compare(runs)
     if not compared:
         return ""
-    names = ("line", "tasks", "first run", "second run", "difference", "standard error", "95% interval")
-    caption = (
-        "Average accuracy in % of the lines that several runs have, after as many tasks as both reached; differences "
-        "in points, second less first, with Welch's confidence interval. Those whose interval excludes zero are bold."
-    )
-    shown = table("Table of differences", caption, column_heads(names), map(_comparison_row, compared))
-    return f'<section id="compared">\n<h2>Side by side</h2>\n{shown}\n</section>'
+    return f'<section id="compared">\n<h2>Side by side</h2>\n{comparison_table(compared).html()}\n</section>'
 
 
-def _comparison_row(row: Comparison) -> str:
-    def signed(value: float) -> str:
-        return NOTHING if math.isnan(value) else f"{value:+.2f}".replace("-", "−")  # noqa: RUF001
-
-    clear = row.low > 0 or row.high < 0
-    difference = f"<b>{signed(row.difference)}</b>" if clear else signed(row.difference)
-    error = NOTHING if math.isnan(row.error) else f"{row.error:.2f}"
-    interval = NOTHING if math.isnan(row.low) else f"{signed(row.low)} to {signed(row.high)}"
-    runs = f'<span class="soft">{text(row.runs[1])} against {text(row.runs[0])}</span>'
-    cells = (str(row.tasks), spread_text(row.first), spread_text(row.second), difference, error, interval)
-    return table_row(text(row.label) + runs, cells)
-
-
-def _figures(drawn: Sequence[Drawn], rows: Sequence[SummaryRow]) -> str:
-    methods = {row.entry.line.method for row in rows if row.entry.reference}
+def _figures(drawn: Sequence[Plot], lines: Sequence[ReportLine]) -> str:
+    methods = {line.line.method for line in lines if line.reference}
     hollow = "a network of its own for each task" if methods == {SINGLE} else "joint training, where it was measured"
     said = (
         "Means over repeats, with bands of one standard deviation. Solid lines: XK-FAC; dashed: K-FAC; dotted: a "
         f"diagonal; dash-dotted: no penalty; hollow markers: {hollow}. A cross is where a repeat diverged; from there "
-        "on the mean is of those left. Numbers beside a name are where its line ends; point at a name to see its line "
-        "alone."
+        "on the mean is of those left. Numbers beside a name are where its line ends."
     )
     return (
         f'<section id="figures">\n<h2>Figures</h2>\n<p class="soft">{said}</p>\n'
@@ -247,64 +196,22 @@ def _figures(drawn: Sequence[Drawn], rows: Sequence[SummaryRow]) -> str:
     )
 
 
-def _figure(figure: Drawn) -> str:
-    note = f"<p>{text(figure.note)}</p>" if figure.note else ""
-    inner = _curves(figure) if figure.kind == "curves" else _multiples(figure)
-    links = " · ".join(
-        f'<a href="{_FIGURES}/{path.name}">{path.suffix[1:].upper()}</a>'
-        for path in (figure.png, figure.svg, figure.csv)
-    )
-    kind = "curves" if figure.kind == "curves" else "multi"
+def _figure(plot: Plot) -> str:
+    note = f"<p>{text(plot.note)}</p>" if plot.note else ""
+    links = " · ".join(f'<a href="{_FIGURES}/{plot.key}.{kind}">{kind.upper()}</a>' for kind in ("png", "svg", "csv"))
     return (
-        f'<figure id="figure-{figure.key}" class="{kind}">\n'
-        f"<figcaption><h3>{text(figure.title)}</h3>{note}</figcaption>\n{inner}\n"
+        f'<figure id="figure-{plot.key}">\n<figcaption><h3>{text(plot.title)}</h3>{note}</figcaption>\n'
+        f'<div class="scroll" role="region" tabindex="0" aria-label="Figure">{plot.element}</div>\n'
         f'<p class="files">This figure as {links}</p>\n</figure>'
     )
 
 
-def _curves(figure: Drawn) -> str:
-    panels = "\n".join(map(_panel, figure.panels))
-    return f'<div class="plot"><div>\n{panels}\n</div>{_legend(figure.legend)}</div>'
-
-
-def _panel(panel: Panel) -> str:
-    title = f"<h4>{text(panel.title)}</h4>" if panel.title else ""
-    wide, narrow = f'<div class="wide">{panel.wide}</div>', f'<div class="narrow">{panel.narrow}</div>'
-    return f'<div class="panel">{title}{wide}\n{narrow}</div>'
-
-
-def _legend(keys: Iterable[Key], kind: str = "legend") -> str:
-    items = []
-    for key in keys:
-        note = f'<span class="warn">{text(key.note)}</span>' if key.note else ""
-        value = f'<span class="value">{text(key.value)}</span>' if key.value else ""
-        name = f' class="key-{key.series.rpartition("-")[2]}"' if key.series else ""
-        items.append(f'<li{name}>{key.swatch}<span class="name">{text(key.label)}</span>{value}{note}</li>')
-    return f'<ul class="{kind}">\n' + "\n".join(items) + "\n</ul>"
-
-
-def _multiples(figure: Drawn) -> str:
-    few = len(figure.panels) <= 3
-    least = ("min(42%, 15rem)" if few else "9.5rem") if figure.kind == "matrices" else "min(100%, 20rem)"
-    panels = "\n".join(f"<div><h4>{text(panel.title)}</h4>{panel.wide}</div>" for panel in figure.panels)
-    legend = _legend(figure.legend, "legend row") if figure.legend else ""
-    if figure.scale is not None:
-        legend += _scale(figure.scale)
-    return f'{legend}<div class="multiples" style="--least: {least}">\n{panels}\n</div>'
-
-
-def _scale(scale: Scale) -> str:
-    ticks = "".join(f'<span style="left: {100 * at:.1f}%">{tick:g}%</span>' for tick, at in scale.ticks.items())
-    bar = f'<i style="background: linear-gradient(to right, {", ".join(scale.colours)})"></i>'
-    return f'<div class="scale" role="img" aria-label="Colour scale of accuracy">{bar}{ticks}</div>'
-
-
-def _lines(runs: Sequence[RunResults], rows: Sequence[SummaryRow]) -> str:
+def _lines(runs: Sequence[RunResults], lines: Sequence[ReportLine]) -> str:
     """Return what each line is: what all have in common once, then what sets each apart."""
     # The recipe's text has the keys that have an effect on a line, and no others.
     settings = [_settings(of) for run in runs for of in tomllib.loads(run.recipe.to_toml())["lines"].values()]
     common = _common(settings)
-    items = "\n".join(_line(row.entry, of, common) for row, of in zip(rows, settings, strict=True))
+    items = "\n".join(_line(line, of, common) for line, of in zip(lines, settings, strict=True))
     return (
         '<section id="lines">\n<h2>The lines</h2>\n<p class="soft">All have in common, where it applies:</p>\n'
         f'{_definitions(common)}\n<p class="soft" style="margin-top: 1.5rem">What sets each apart:</p>\n'
@@ -325,13 +232,9 @@ def _common(settings: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 def _line(entry: ReportLine, settings: Mapping[str, str], common: Mapping[str, str]) -> str:
     note = f"<p>{text(entry.line.note)}</p>" if entry.line.note else ""
-    remarks = "".join(f'<p><span class="warn">{text(said)}</span></p>' for said in notes(entry))
+    remarks = "".join(f'<p><span class="warn">{text(said)}</span></p>' for said in entry.notes)
     own = {key: value for key, value in settings.items() if key not in common}
-    sample = swatch(style_of(entry.index, entry.hue, entry.line))
-    return (
-        f"<li><h3>{sample}<span>{text(entry.label)}</span></h3>{note}{remarks}"
-        f"{_definitions({'name': entry.name, **own})}</li>"
-    )
+    return f"<li><h3>{text(entry.label)}</h3>{note}{remarks}{_definitions({'name': entry.name, **own})}</li>"
 
 
 def _definitions(settings: Mapping[str, str]) -> str:

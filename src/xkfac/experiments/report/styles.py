@@ -5,16 +5,14 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from typing import Any
-from xml.etree import ElementTree
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.figure import Figure as Canvas
-from matplotlib.markers import MarkerStyle
 
 from xkfac.experiments.recipes.recipe import UNPROTECTED, Line
 
@@ -24,6 +22,10 @@ PALETTE = ("#0072b2", "#d55e00", "#00906a", "#bb5f96", "#b87d00", "#3b93cf", "#6
 # Colours alone tell seven lines of a figure apart, with markers some sixty.
 MARKERS = ("o", "s", "^", "D", "v", "P", "<", "*", ">")
 _SIZES = {"*": 1.35, "D": 0.85, "P": 1.1}
+# The CSS variable of each colour that a page may change.
+_VARIABLES = {"#ffffff": "var(--paper)", INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--grid)"} | {
+    hue: f"var(--hue-{i})" for i, hue in enumerate(PALETTE)
+}
 DASHES: dict[str, tuple[float, ...]] = {
     "xkfac": (),
     "corrected": (),
@@ -111,93 +113,21 @@ def rendered(canvas: Canvas, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def colour_variables() -> Mapping[str, str]:
-    """Return the CSS variable of each colour that figures use."""
-    return {INK: "--ink", SOFT: "--soft", GRID: "--grid"} | {hue: f"--hue-{i}" for i, hue in enumerate(PALETTE)}
+def inline_svg(svg: str, prefix: str, label: str) -> str:
+    """Return the SVG file of a figure as an element of a page: with its font, and its colours as CSS variables.
 
-
-def inline_svg(canvas: Canvas, prefix: str, titles: Mapping[str, str], label: str) -> str:
-    """Return a figure as an SVG element for a page: its fonts, its colours as CSS variables, its background.
-
-    prefix: makes ids unique in the page. titles: the tooltips of artists by their gid, which becomes their class.
-    label: what the figure shows, for those who do not see it.
+    prefix: makes ids unique in the page. label: what the figure shows, for those who do not see it.
     """
-    canvas.patch.set_visible(False)
-    for axes in canvas.axes:
-        axes.patch.set_visible(False)
-    root = ElementTree.fromstring(rendered(canvas, "svg"))
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if _local(child.tag) in ("metadata", "style"):
-                parent.remove(child)
-    for element in root.iter():
-        _adopt(element, prefix, titles)
-    for size in ("width", "height", "version"):
-        root.attrib.pop(size, None)
-    root.attrib |= {"role": "img", "aria-label": label}
-    return ElementTree.tostring(root, encoding="unicode")
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    root, _, rest = svg.partition(">")
+    size = re.findall(r'viewBox="[^"]*"', root)[0]
+    rest = re.sub(r"<[^>]*>", lambda match: _adopted(match[0], prefix), rest)
+    return f'<svg {size} role="img" aria-label="{escape(label)}">{rest}'
 
 
-def _adopt(element: ElementTree.Element, prefix: str, titles: Mapping[str, str]) -> None:
-    """Change an element of matplotlib's SVG into one of a page."""
-    element.tag = _local(element.tag)
-    element.text, element.tail = (element.text or "").strip(), ""
-    given = {_local(key): value for key, value in element.attrib.items()}
-    element.attrib.clear()
-    gid = given.get("id", "")
-    if element.tag == "g":
-        given.pop("id", None)
-    elif gid:
-        given["id"] = prefix + gid
-    if gid in titles:
-        given["class"] = gid.rpartition("-")[0] + " " + gid
-        title = ElementTree.Element("title")
-        title.text = titles[gid]
-        element.insert(0, title)
-    if "href" in given:
-        given["href"] = given["href"].replace("\n", "").replace("#", f"#{prefix}", 1)
-    if "clip-path" in given:
-        given["clip-path"] = given["clip-path"].replace("#", f"#{prefix}")
-    if "d" in given:
-        given["d"] = _short_path(given["d"])
-    for key in ("x", "y", "transform"):
-        if key in given and element.tag != "image":
-            given[key] = re.sub(r"-?\d+\.\d+", _rounded, given[key])
-    if given.get("transform", "").startswith("rotate(-0 "):
-        del given["transform"]
-    if "style" in given:
-        given["style"] = _page_style(given["style"])
-    element.attrib |= given
-
-
-def _short_path(path: str) -> str:
-    return " ".join(re.sub(r"-?\d+\.\d+", _rounded, path).split())
-
-
-def _rounded(match: re.Match[str]) -> str:
-    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
-
-
-def _page_style(style: str) -> str:
-    variables = colour_variables()
-    style = re.sub(r"font-family: [^;]*;? ?", "", style)
-    return re.sub(r"#[0-9a-f]{6}", lambda m: f"var({variables[m[0]]})" if m[0] in variables else m[0], style)
-
-
-def _local(name: str) -> str:
-    return name.rpartition("}")[2]
-
-
-def swatch(style: Style) -> str:
-    """Return a small SVG element that shows a line's colour, dashes and marker, for the legend of a page."""
-    shape = MarkerStyle(style.marker)
-    outline = shape.get_path().transformed(shape.get_transform())
-    points = np.asarray(outline.to_polygons(width=0, height=0)[0], dtype=float)
-    path = "M" + "L".join(f"{18 + style.size * x:.1f} {7 - style.size * y:.1f}" for x, y in points) + "Z"
-    colour = f"var({colour_variables()[style.colour]})"
-    dash = f' stroke-dasharray="{" ".join(f"{1.8 * part:g}" for part in style.dash)}"' if style.dash else ""
-    fill = f'fill="none" stroke-width="1.3" stroke="{colour}"' if style.hollow else f'fill="{colour}"'
-    return (
-        '<svg class="swatch" viewBox="0 0 36 14" aria-hidden="true">'
-        f'<path d="M1 7H35" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/><path d="{path}" {fill}/></svg>'
-    )
+def _adopted(tag: str, prefix: str) -> str:
+    """Change a tag of matplotlib's SVG into one of a page."""
+    tag = re.sub(r'((?<=\s)id="|url\(#)', rf"\g<1>{prefix}", tag).replace('xlink:href="#', f'href="#{prefix}')
+    tag = re.sub(r"font-family: [^;\"]*;? ?", "", tag.replace("xlink:href", "href"))
+    tag = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", tag)
+    return re.sub(r"#[0-9a-f]{6}", lambda colour: _VARIABLES.get(colour[0], colour[0]), tag)

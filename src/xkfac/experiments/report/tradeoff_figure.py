@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from xkfac.experiments.report.drawing import Drawn, Key, Plot, curves
-from xkfac.experiments.report.styles import INK, Style, style_of, swatch
+from xkfac.experiments.report.drawing import Plot, curves
+from xkfac.experiments.report.styles import INK, Style, style_of
 from xkfac.experiments.report.tables import HUES, number, spread_cells
 from xkfac.experiments.report.tradeoff_tables import Tradeoff, Tradeoffs, in_percent, reach
 from xkfac.experiments.runs.results import Spread
 
 TRADEOFF = "Source kept against target learnt"
-_WIDE, _NARROW = (720, 460), (372, 360)
 _NEAR = 80.0  # the enlarged panel shows what keeps at least so much, in %
 
 _HEADER = (
@@ -28,7 +27,7 @@ _Placed = list[tuple[Spread, Spread]]
 _Limits = tuple[tuple[float, float], tuple[float, float]]
 
 
-def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOFF) -> Drawn:
+def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOFF) -> Plot:
     """Draw the curves of a run's sweeps, and lines that are in none as single markers.
 
     Points are means over repeats with bars of one standard deviation. Dotted lines are the source network's accuracy
@@ -46,8 +45,8 @@ def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOF
     limits = [None, near] if (near := _enlarged(placed)) is not None else [None]
 
     def fill(axes: Axes, position: int) -> None:
-        for place, (points, style) in enumerate(zip(placed, styles, strict=True)):
-            _draw(axes, place, points, style)
+        for points, style in zip(placed, styles, strict=True):
+            _draw(axes, points, style)
         _references(axes, found)
         axes.set_xlabel(f"{found.source} kept (%)")
         axes.set_ylabel(what)
@@ -57,14 +56,9 @@ def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOF
             axes.set_xlim(*bounds[0])
             axes.set_ylim(*bounds[1])
 
-    tips = {f"series-{place}": curve.label for place, curve in enumerate(shown)}
     titles = ["", "The upper right part, enlarged"][: len(limits)]
-    legend = []
-    for place, (curve, style) in enumerate(zip(shown, styles, strict=True)):
-        size = number(curve.area, 3) if curve.key else ""
-        legend.append((Key(curve.label, swatch(style), size, "; ".join(curve.notes), f"series-{place}"), style))
-    height = 5.2 * len(titles) + 0.12 * len(shown) + 0.5
-    return curves(plot, titles, fill, legend, (_WIDE, _NARROW), height, tips, folder)
+    labels = [f"{curve.label}  {number(curve.area, 3)}" if curve.key else curve.label for curve in shown]
+    return curves(plot, titles, fill, list(zip(labels, styles, strict=True)), 5.2, folder)
 
 
 def _rows(found: Tradeoffs) -> list[list[Any]]:
@@ -89,13 +83,12 @@ def _placed(curve: Tradeoff) -> _Placed:
     return [(in_percent(kept), in_percent(share)) for kept, share in pairs if kept is not None and share is not None]
 
 
-def _draw(axes: Axes, place: int, points: _Placed, style: Style) -> None:
+def _draw(axes: Axes, points: _Placed, style: Style) -> None:
     x, y = ([spread.mean for spread in of] for of in zip(*points, strict=True)) if points else ([], [])
     bars = [np.nan_to_num([pair[axis].deviation for pair in points]) for axis in (0, 1)]
     if any(bar.any() for bar in bars):
         axes.errorbar(x, y, bars[1], bars[0], fmt="none", ecolor=style.colour, elinewidth=0.8, alpha=0.6)
-    (line,) = axes.plot(x, y, **style.plot)
-    line.set_gid(f"series-{place}")
+    axes.plot(x, y, **style.plot)
 
 
 def _references(axes: Axes, found: Tradeoffs) -> None:

@@ -17,19 +17,18 @@ share there is, as all points keep more than asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import fmean
 from typing import Any
 
 from xkfac.experiments.report.image_tables import Ceiling, ceilings
-from xkfac.experiments.report.markup import column_heads, spread_text, table, table_row, text
-from xkfac.experiments.report.tables import ReportLine, csv_text, entries, number, spread_cells
+from xkfac.experiments.report.markup import Cell, Row, Table
+from xkfac.experiments.report.tables import ReportLine, csv_text, entries_by_run, number, spread_cells
 from xkfac.experiments.runs.results import JobResult, RunResults, Spread, spread
 
 LEVELS = (0.9, 0.97)
-NOT_REACHED = "not reached"
 
 Point = tuple[float, float]
 
@@ -84,7 +83,7 @@ class SweepPoint:
 
     entry: ReportLine
     value: float | None
-    by_seed: Mapping[int, tuple[float, float]]
+    by_seed: Mapping[int, Point]
 
     @property
     def kept(self) -> Spread | None:
@@ -107,7 +106,7 @@ class Tradeoff:
     key: str
     points: Sequence[SweepPoint]
 
-    def curves(self) -> list[list[tuple[float, float]]]:
+    def curves(self) -> list[list[Point]]:
         """Return the curve of each repeat in the order of the swept values, as far as they are measured."""
         seeds = sorted({seed for point in self.points for seed in point.by_seed})
         return [[point.by_seed[seed] for point in self.points if seed in point.by_seed] for seed in seeds]
@@ -152,14 +151,7 @@ class Tradeoffs:
 
 def tradeoffs(runs: Sequence[RunResults]) -> list[Tradeoffs]:
     """Return the trade-off curves of each run that has sweeps of which something is measured."""
-    found = []
-    rest = entries(runs)
-    for run in runs:
-        mine, rest = rest[: len(run.recipe.lines)], rest[len(run.recipe.lines) :]
-        made = _tradeoffs(mine)
-        if made is not None:
-            found.append(made)
-    return found
+    return [found for mine in entries_by_run(runs) if (found := _tradeoffs(mine)) is not None]
 
 
 def _tradeoffs(mine: Sequence[ReportLine]) -> Tradeoffs | None:
@@ -188,7 +180,7 @@ def _tradeoffs(mine: Sequence[ReportLine]) -> Tradeoffs | None:
     return Tradeoffs(mine[0].run, source, targets, curves, alone, tops)
 
 
-def _by_seed(jobs: Iterable[JobResult], tops: Mapping[str, Ceiling]) -> dict[int, tuple[float, float]]:
+def _by_seed(jobs: Iterable[JobResult], tops: Mapping[str, Ceiling]) -> dict[int, Point]:
     """Return what is kept of the source and the mean share of the ceilings, of each repeat that learnt all tasks.
 
     A repeat without a ceiling of its own seed is measured by the mean over those there are.
@@ -206,70 +198,47 @@ def _by_seed(jobs: Iterable[JobResult], tops: Mapping[str, Ceiling]) -> dict[int
     return found
 
 
-def _cell(curve: Tradeoff, level: float, written: Callable[[Spread, int], str]) -> str:
-    """Return a number at a level, with how many repeats reach it where not all do."""
-    value, repeats = curve.at(level), len(curve.curves())
-    if value is None:
-        return NOT_REACHED
-    shown = written(in_percent(value), 1)
-    return shown if value.count == repeats else f"{shown} ({value.count} of {repeats} repeats reach it)"
-
-
-def _heads(found: Tradeoffs) -> list[str]:
-    return [
-        "method",
-        "area under the curve",
-        *(f"{found.what}, at {100 * level:.0f}% of {found.source} kept" for level in LEVELS),
-        "values",
-    ]
-
-
-def _values(curve: Tradeoff) -> str:
-    mark = "lr " if curve.key == "lr" else "x"
-    return mark + ", ".join(f"{point.value:g}" for point in curve.points if point.value is not None)
-
-
 def in_percent(value: Spread) -> Spread:
     """Return a share in %."""
     return Spread(100 * value.mean, 100 * value.deviation, value.count)
 
 
-def tradeoffs_text(found: Tradeoffs) -> list[list[str]]:
-    """Return the numbers of all curves as rows of texts, their header first, as a terminal shows them."""
-    rows = [
-        [
-            curve.label,
-            number(curve.area, 3),
-            *(_cell(curve, level, number) for level in LEVELS),
-            _values(curve),
-            "; ".join(curve.notes),
-        ]
-        for curve in found.curves
-    ]
-    return [[*_heads(found), "notes"], *rows]
-
-
-def tradeoffs_html(found: Tradeoffs) -> str:
-    """Return the numbers of all curves as an element of a report's page."""
+def tradeoff_table(found: Tradeoffs) -> Table:
+    """Return the numbers of all curves as a table."""
     tops = "; ".join(
-        f"{text(task)} {spread_text(spread(list(top.accuracies.values())), 1)}% ({text(top.label)})"
-        for task, top in found.tops.items()
+        f"{task} {number(spread(list(top.accuracies.values())), 1)}% ({top.label})" for task, top in found.tops.items()
     )
     caption = (
-        f"Trade-off of each method: at least so much of the accuracy on {text(found.source)} is kept, and what is then "
+        f"Trade-off of each method: at least so much of the accuracy on {found.source} is kept, and what is then "
         "reached at best along the curve through its points, mean ± one standard deviation over repeats. The area is "
         "that below this, over 0 to 100% kept, 1 where the ceilings are reached throughout; nothing is extrapolated."
         + (f" Ceilings: {tops}, chosen on validation images." if tops else "")
     )
-    body = [
-        table_row(
-            text(curve.label),
-            [spread_text(curve.area, 3), *(_cell(curve, level, spread_text) for level in LEVELS), text(_values(curve))],
+    levels = [f"{found.what}, at {100 * level:.0f}% of {found.source} kept" for level in LEVELS]
+    rows = [
+        Row(
+            curve.label,
+            [Cell(curve.area, 3), *(_cell(curve, level) for level in LEVELS), Cell(_values(curve))],
             curve.notes,
         )
         for curve in found.curves
     ]
-    return table("Table of trade-offs", caption, column_heads(_heads(found)), body)
+    return Table("Table of trade-offs", caption, ["method", "area under the curve", *levels, "values"], [rows])
+
+
+def _cell(curve: Tradeoff, level: float) -> Cell:
+    """Return a number at a level, with how many repeats reach it where not all do."""
+    value, repeats = curve.at(level), len(curve.curves())
+    if value is None:
+        return Cell("not reached")
+    return Cell(
+        in_percent(value), 1, note="" if value.count == repeats else f"{value.count} of {repeats} repeats reach it"
+    )
+
+
+def _values(curve: Tradeoff) -> str:
+    mark = "lr " if curve.key == "lr" else "x"
+    return mark + ", ".join(f"{point.value:g}" for point in curve.points if point.value is not None)
 
 
 def tradeoffs_csv(found: Iterable[Tradeoffs]) -> str:

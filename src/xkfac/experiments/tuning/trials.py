@@ -19,7 +19,6 @@ import contextlib
 import fcntl
 import itertools
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -124,6 +123,19 @@ class Choice:
         return f"as good as the next of {self.trials}, with the {_tie(best, second)}{lost}"
 
 
+def choice_record(job: JobFolder, choice: Choice) -> dict[str, Any]:
+    """Return what was chosen for a task of a job, as `choices.json` has it."""
+    best, second = choice.chosen, choice.runner_up
+    return {
+        **{"line": job.line, "seed": job.seed, "task": choice.task},
+        **{key: None if best is None else getattr(best, key) for key in ("lr", "damping", "validation")},
+        "runner_up": None if second is None else asdict(second),
+        "trials": choice.trials,
+        "diverged": choice.lost,
+        "why": choice.why,
+    }
+
+
 def choice_cells(record: Mapping[str, Any]) -> list[str]:
     """Return the cells of a choice, as `choices.json` has it, under `CHOICE_COLUMNS`."""
 
@@ -146,36 +158,22 @@ class Point:
     """What one setting of hyperparameters reached on a task, measured after all choices.
 
     label: the method. balanced: whether alpha_s and alpha_t were adapted. target: accuracy on the task in %. average:
-    that over all tasks so far. chosen: whether the setting is the one that the method goes on with.
+    that over all tasks so far; both None of a setting that diverged. chosen: the method goes on with this setting.
     """
 
     task: str
     label: str
     balanced: bool
     lr: float
-    damping: float
-    target: float
-    average: float
+    damping: float | None
+    target: float | None
+    average: float | None
     chosen: bool
-
-    @property
-    def finite(self) -> bool:
-        """Whether both accuracies are numbers; those of a setting that diverged are not."""
-        return math.isfinite(self.target) and math.isfinite(self.average)
 
 
 @dataclass(frozen=True)
-class TrialFolder:
-    """The folder of one trial."""
-
-    path: Path
-    line: str
-    seed: int
-
-    @property
-    def job(self) -> JobFolder:
-        """Events and checkpoints of its training."""
-        return JobFolder(self.path, self.line, self.seed)
+class TrialFolder(JobFolder):
+    """The folder of one trial, which is learnt as a job is."""
 
     @property
     def _weights(self) -> Path:
@@ -343,7 +341,7 @@ class TunedJob:
             chosen = choice.chosen
             if chosen is not None:
                 trial = self.stage(task).trial(chosen.number)
-                yield from (event for event in trial.job.events() if event["event"] == "epoch")
+                yield from (event for event in trial.events() if event["event"] == "epoch")
                 yield {"event": "choice", "task": task, **asdict(chosen)}
             if measured is not None:
                 singles = [*singles, measured["accuracy"][-1]]

@@ -8,12 +8,11 @@ next task begins. What the run folder then holds is a normal run, with the chose
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +24,11 @@ from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import RunError, not_written, write_text
 from xkfac.experiments.runs.running import JobsFailed, Worker, checked, hand_out, resolved
-from xkfac.experiments.tuning.status import TuningDisplay, TuningStatus
-from xkfac.experiments.tuning.trials import Choice, Point, choice_cells, grid_of, tuned_jobs
+from xkfac.experiments.tuning.trials import Point, choice_record, grid_of, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
 
-__all__ = ["Chosen", "TuningDisplay", "TuningStatus", "chosen", "go_on", "tune"]
-
-ShowTuning = Callable[[TuningStatus], None]
-"""Is called about twice a second with how far the tuning is."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What was chosen for a task of a job."""
-
-    line: str
-    seed: int
-    task: str
-    choice: Choice
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        best, second = self.choice.chosen, self.choice.runner_up
-        return {
-            **{"line": self.line, "seed": self.seed, "task": self.task},
-            **{key: None if best is None else getattr(best, key) for key in ("lr", "damping", "validation")},
-            "runner_up": None if second is None else asdict(second),
-            "trials": self.choice.trials,
-            "diverged": self.choice.lost,
-            "why": self.choice.why,
-        }
-
-    def cells(self) -> list[str]:
-        """Return the cells of its row in a table."""
-        return choice_cells(self.to_dict())
+Show = Callable[[RunFolder, Phase], None]
+"""Is called about twice a second with the run and the phase that its tuning is in."""
 
 
 def tune(
@@ -72,8 +42,8 @@ def tune(
     data: str | Path | None = None,
     download: bool = False,
     scatter: bool = True,
-    show: ShowTuning | None = None,
-) -> list[Chosen]:
+    show: Show | None = None,
+) -> list[dict[str, Any]]:
     """Choose the hyperparameters of a recipe's lines in a folder, new or begun, and return what was chosen.
 
     recipe, settings, lines, jobs, device, data: those of `xkfac.experiments.start`. scatter: keep the weights of every
@@ -125,7 +95,7 @@ def _created(path: Path, recipe: Recipe, facts: dict[str, Any]) -> RunFolder:
     return RunFolder.open(path)
 
 
-def go_on(run: RunFolder, *, jobs: int | None = None, show: ShowTuning | None = None) -> list[Chosen]:
+def go_on(run: RunFolder, *, jobs: int | None = None, show: Show | None = None) -> list[dict[str, Any]]:
     """Go on with the tuning of a run to its end, beside others that do so; the choices are those of an unbroken one."""
     if jobs is not None and jobs < 1:
         raise RunError(f"jobs must be at least 1, not {jobs}")
@@ -140,13 +110,13 @@ def go_on(run: RunFolder, *, jobs: int | None = None, show: ShowTuning | None = 
                     errors[0] if errors else f"the phase '{phase}' of '{run.path}' did not end; go on with it"
                 )
         found = chosen(run)
-        write_text(run.path / "choices.json", json.dumps([each.to_dict() for each in found], indent=1) + "\n")
+        write_text(run.path / "choices.json", json.dumps(found, indent=1) + "\n")
         run.collect()
         _write_points(run)
     return found
 
 
-def _phase(run: RunFolder, phase: Phase, jobs: int | None, lock: int, show: ShowTuning | None) -> list[str]:
+def _phase(run: RunFolder, phase: Phase, jobs: int | None, lock: int, show: Show | None) -> list[str]:
     """Have processes work on a phase until it is done; return what went wrong."""
     open_jobs = [job for job in tuned_jobs(run) if not phase_done(job, phase)]
     pieces = sum(len(grid_of(job.line)) if phase == "choose" else 1 for job in open_jobs)
@@ -157,28 +127,25 @@ def _phase(run: RunFolder, phase: Phase, jobs: int | None, lock: int, show: Show
 
     def shown(_: object) -> None:
         if show is not None:
-            show(TuningStatus.of(run, phase))
+            show(run, phase)
 
     messages = [{"run": str(run.path), "phase": phase}] * count
     return [error for _, error in hand_out(messages, count, employ, shown)]
 
 
-def chosen(run: RunFolder) -> list[Chosen]:
-    """Return what was chosen so far for each target, line by line, leaving out what was known from the start."""
+def chosen(run: RunFolder) -> list[dict[str, Any]]:
+    """Return what was chosen so far for each target, line by line, as `choices.json` has it."""
     order = {name: position for position, name in enumerate(run.recipe.lines)}
     jobs = sorted(tuned_jobs(run), key=lambda job: (order[job.folder.line], job.folder.seed))
-    return [
-        Chosen(job.folder.line, job.folder.seed, choice.task, choice) for job in jobs for choice in job.choices()[1:]
-    ]
+    return [choice_record(job.folder, choice) for job in jobs for choice in job.choices()[1:]]
 
 
 def _write_points(run: RunFolder) -> None:
     """Write points.json, where trials were measured; the report draws target against average accuracy from it."""
     if not run.facts["tuning"]["scatter"]:
         return
-    found = list(_points(run))
-    plain = [{key: None if value != value else value for key, value in asdict(point).items()} for point in found]
-    write_text(run.path / "points.json", json.dumps(plain, indent=1) + "\n")
+    points = [asdict(point) for point in _points(run)]
+    write_text(run.path / "points.json", json.dumps(points, indent=1) + "\n")
 
 
 def _points(run: RunFolder) -> Iterator[Point]:
@@ -188,7 +155,6 @@ def _points(run: RunFolder) -> Iterator[Point]:
             if task == 0 or job.line.method == SINGLE:
                 continue
             for number, point in enumerate(grid_of(job.line)):
-                row = measured.get("trials", {}).get(str(number), {"target": math.nan, "average": math.nan})
+                row = measured.get("trials", {}).get(str(number), {"target": None, "average": None})
                 best = choice.chosen is not None and number == choice.chosen.number
-                damping = math.nan if point.damping is None else point.damping
-                yield Point(choice.task, job.line.label, job.line.balance, point.lr, damping, **row, chosen=best)
+                yield Point(choice.task, job.line.label, job.line.balance, point.lr, point.damping, **row, chosen=best)

@@ -1,4 +1,4 @@
-"""Parameters that stand still while the rest of a network learns."""
+"""What a task does to a network's BN: parameters that stand still, statistics that follow slowly."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from xkfac.methods import Method
+from xkfac.model.passes import norms_of, parallel_of, unwrap
+
+
+class HeldBN:
+    """Treats every BN of a network as a method does, until `release`.
+
+    momentum: that of running statistics which follow the target, None for BN's own.
+    """
+
+    def __init__(self, model: nn.Module, method: Method, momentum: float | None) -> None:
+        norms: list[Any] = list(norms_of(unwrap(model)).values())
+        self._momenta = [(norm, norm.momentum) for norm in norms] if momentum and method.follows_target else []
+        for norm, _ in self._momenta:
+            norm.momentum = momentum
+        affine = [parameter for norm in norms for parameter in norm.parameters(recurse=False)]
+        held = affine if method.fixed_bn or method.fixed_affine else []
+        self._frozen = Frozen(held, waited_for=parallel_of(model) is not None)
+
+    def release(self) -> None:
+        """Give BN its momentum and its parameters their gradients back."""
+        self._frozen.release()
+        for norm, momentum in self._momenta:
+            norm.momentum = momentum
 
 
 class Frozen:

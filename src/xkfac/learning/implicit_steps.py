@@ -1,0 +1,80 @@
+"""Make the steps of an optimizer implicit in the penalty, from a task's begin to its end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from xkfac.errors import XkfacError, XkfacWarning
+from xkfac.penalty.implicit import Implicit
+
+_RATES = ("lr", "initial_lr", "max_lr")  # what schedulers write into a group: those with a warm-up begin below
+
+
+class ImplicitSteps:
+    """Changes gradients right before each step of SGD, so that it is implicit in the penalty.
+
+    make: returns what makes steps of a learning rate and momentum implicit. They are those of the parameters that are
+    `protected`, at their largest: the present learning rate, or the one that a scheduler has noted for later. state:
+    that of a task in progress, to go on with.
+
+    Raises XkfacError for an optimizer other than SGD, or one without a protected parameter.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        protected: Iterable[Tensor],
+        make: Callable[[float, float], Implicit],
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, SGD):
+            raise XkfacError(
+                "begin(loader, optimizer) makes the steps of SGD implicit in the penalty, and cannot do so for "
+                f"{type(optimizer).__name__}, which scales its steps by itself; leave the optimizer out"
+            )
+        known = set(map(id, protected))
+        groups = [group for group in optimizer.param_groups if known.intersection(map(id, group["params"]))]
+        if not groups:
+            raise XkfacError(
+                "the optimizer has none of the parameters that the penalty protects; make it with those of the model "
+                "that the learner has"
+            )
+        of = max(groups, key=lambda group: _largest(group) / (1 - group["momentum"]))
+        self.lr, self.momentum = (state["lr"], state["momentum"]) if state else (_largest(of), of["momentum"])
+        self.implicit = make(self.lr, self.momentum)
+        if state:  # made where the network was when the task began
+            for tensor, before in zip(self.implicit.tensors, state["tensors"], strict=True):
+                tensor.copy_(before)
+        self._groups = groups
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, *_: Any) -> None:
+        for group in self._groups:
+            lr = group["lr"]
+            if not isinstance(lr, Tensor) and lr > 1.01 * self.lr:  # reading a tensor would wait for the device
+                warnings.warn(
+                    f"the learning rate has grown to {lr:.3g} from {self.lr:.3g} when the task began, for which the "
+                    "steps are implicit in the penalty; make the scheduler before begin(loader, optimizer)",
+                    XkfacWarning,
+                    stacklevel=3,
+                )
+                self._groups = []
+                break
+        self.implicit.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: about as many numbers as the protected parameters have."""
+        return {"lr": self.lr, "momentum": self.momentum, "tensors": self.implicit.tensors}
+
+    def remove(self) -> None:
+        """Leave the optimizer's steps as they are again."""
+        self._hook.remove()
+
+
+def _largest(group: dict[str, Any]) -> float:
+    return max(float(group[name]) for name in _RATES if name in group)

@@ -1,0 +1,140 @@
+"""begin(loader, optimizer) makes the steps of SGD implicit in the penalty until the task ends."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.helpers.setups import data, mlp, randomise, target
+from xkfac import Learner, XkfacError, XkfacWarning, consolidate
+
+STRENGTH = 3e4
+
+
+def started(method="fixed-bn", lr=0.1, **options):
+    torch.manual_seed(0)
+    model = randomise(mlp())
+    memory = consolidate(model, data(), method=method)
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, **options)
+    return model, memory, optimizer
+
+
+def steps(model, learner, optimizer, batches, before=None):
+    for x, y in batches:
+        optimizer.zero_grad()
+        learner.objective(F.cross_entropy(model(x), y)).backward()
+        if before is not None:
+            before()
+        optimizer.step()
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("method", ["fixed-bn", "xkfac", "ewc"])
+def test_steps_are_those_with_the_gradients_of_implicit(method):
+    ends = []
+    for by_hand in (False, True):
+        model, memory, optimizer = started(method)
+        learner = Learner(model, memory, strength=STRENGTH)
+        learner.begin(target(), None if by_hand else optimizer)
+        implicit = learner.implicit(0.1, 0.9) if by_hand else None
+        steps(model, learner, optimizer, target(), implicit.step if by_hand else None)
+        ends.append(weights(model))
+    assert torch.equal(*ends)
+
+
+def test_a_strong_penalty_bears_a_learning_rate_that_diverges_without_the_optimizer():
+    model, memory, optimizer = started()
+    learner = Learner(model, memory, strength=STRENGTH)
+    learner.begin(target())
+    assert learner.stable_lr(0.9) < 0.01
+    learner.close()
+    learner = Learner(model, memory, strength=STRENGTH)
+    learner.begin(target(), optimizer)
+    assert learner.stable_lr(0.9) > 0.1
+    steps(model, learner, optimizer, target() * 20)
+    assert float(learner.last_penalty) < 1e-3
+
+
+@pytest.mark.parametrize("method", ["fixed-bn", "xkfac"])
+def test_a_resumed_task_goes_on_as_an_unbroken_one(method):
+    model, memory, optimizer = started(method)
+    learner = Learner(model, memory, strength=STRENGTH)
+    learner.begin(target(), optimizer)
+    steps(model, learner, optimizer, target())
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), learner.state_dict()], file)
+    steps(model, learner, optimizer, target())
+    learner.close()
+    end = weights(model)
+
+    file.seek(0)
+    of_model, of_optimizer, of_learner = torch.load(file)
+    model = mlp()
+    model.load_state_dict(of_model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer.load_state_dict(of_optimizer)
+    learner = Learner(model, memory, strength=STRENGTH)
+    with pytest.raises(XkfacError, match=r"begun with an optimizer; call load_state_dict\(state, optimizer\)"):
+        learner.load_state_dict(of_learner)
+    learner.load_state_dict(of_learner, optimizer)
+    steps(model, learner, optimizer, target())
+    assert torch.equal(weights(model), end)
+
+
+def test_the_optimizer_steps_by_itself_again_when_the_task_is_over():
+    model, memory, optimizer = started()
+    twin = copy.deepcopy(model)
+    learner = Learner(model, memory, strength=STRENGTH)
+    learner.begin(target(), optimizer)
+    learner.close()
+    plain = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)
+    for net, of in ((model, optimizer), (twin, plain)):
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        of.step()
+    assert torch.equal(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize("schedule", ["warm-up", "one cycle"])
+def test_the_learning_rate_is_the_largest_that_a_scheduler_names(schedule):
+    model, memory, optimizer = started()
+    if schedule == "warm-up":
+        torch.optim.lr_scheduler.LinearLR(optimizer, 0.01)
+    else:
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20, cycle_momentum=False)
+    assert optimizer.param_groups[0]["lr"] < 0.01
+    learner = Learner(model, memory, strength=STRENGTH)
+    learner.begin(target(), optimizer)
+    assert learner._implicit_steps.lr == 0.1
+
+
+def test_a_learning_rate_that_grows_beyond_is_said_once():
+    model, memory, optimizer = started()
+    learner = Learner(model, memory, strength=STRENGTH)
+    learner.begin(target(), optimizer)
+    optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.warns(XkfacWarning, match=r"grown to 0\.2 from 0\.1.*make the scheduler before begin") as said:
+        steps(model, learner, optimizer, target())
+    assert len(said) == 1
+
+
+def test_an_optimizer_that_cannot_be_made_implicit_is_named():
+    model, memory, _ = started()
+    with pytest.raises(XkfacError, match="cannot do so for AdamW, which scales its steps by itself; leave the opt"):
+        Learner(model, memory).begin(target(), torch.optim.AdamW(model.parameters()))
+    stranger = torch.optim.SGD(mlp().parameters(), 0.1)
+    with pytest.raises(XkfacError, match="none of the parameters that the penalty protects"):
+        Learner(model, memory).begin(target(), stranger)
+
+
+def test_without_a_penalty_there_is_nothing_to_do():
+    model, memory, optimizer = started("fine-tuning")
+    learner = Learner(model, memory)
+    learner.begin(target(), optimizer)
+    steps(model, learner, optimizer, target())
+    assert learner.state_dict()["implicit"] is None
