@@ -55,12 +55,12 @@ def start(
 
     Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run.
     """
-    made = resolved(recipe, settings, lines)
+    loaded = resolved(recipe, settings, lines)
     check_path(folder)  # before data is read, which can take long
     place = device_of(device, RunError)
     where = data or os.environ.get("XKFAC_DATA")
-    facts = checked(made, where, place, download=download, verbose=show is not None)
-    run = RunFolder.create(Path(folder), made, facts)
+    facts = checked(loaded, where, place, download=download, verbose=show is not None)
+    run = RunFolder.create(Path(folder), loaded, facts)
     return _work(run, jobs, show)
 
 
@@ -68,8 +68,8 @@ def resolved(recipe: str | Path | Recipe, settings: Sequence[str], lines: Sequen
     """Return a recipe, loaded with settings where it is a name or path, with those lines alone that are named."""
     if isinstance(recipe, Recipe) and settings:
         raise RunError("settings go with the name or path of a recipe, not with a Recipe; make the changes in it")
-    made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
-    return made.only(lines) if lines else made
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
+    return loaded.only(lines) if lines else loaded
 
 
 def checked(

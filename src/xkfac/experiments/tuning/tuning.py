@@ -51,18 +51,18 @@ def tune(
     Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run, and
     JobsFailed when something failed on the way.
     """
-    made = resolved(recipe, settings, lines)
-    _check_tunable(made)
+    chosen_recipe = resolved(recipe, settings, lines)
+    _check_tunable(chosen_recipe)
     path = check_path(folder)
     if (path / "run.json").exists():
         run = RunFolder.open(path)
-        if "tuning" not in run.facts or run.recipe.to_toml() != made.to_toml():
+        if "tuning" not in run.facts or run.recipe.to_toml() != chosen_recipe.to_toml():
             raise RunError(f"'{path}' holds another run, not the tuning of this recipe; choose another folder")
     else:
         where = data or os.environ.get("XKFAC_DATA")
-        facts = checked(made, where, device_of(device, RunError), download=download, verbose=show is not None)
+        facts = checked(chosen_recipe, where, device_of(device, RunError), download=download, verbose=show is not None)
         facts["tuning"] = {"scatter": scatter}
-        run = _created(path, made, facts)
+        run = _created(path, chosen_recipe, facts)
     return go_on(run, jobs=jobs, show=show)
 
 
