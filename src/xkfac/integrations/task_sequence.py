@@ -87,10 +87,10 @@ class TaskSequence:
         options = {name: value for name, value in self._of_learner.items() if name == "damping"}
         if isinstance(self.calibrate, Mapping):
             options.update(self.calibrate)
-        found = [calibrated(model, memory, held_out, **options).calibration]
+        measured = [calibrated(model, memory, held_out, **options).calibration]
         if dist.is_available() and dist.is_initialized():
-            dist.broadcast_object_list(found)
-        self.memory = replace(memory, calibration=found[0])
+            dist.broadcast_object_list(measured)
+        self.memory = replace(memory, calibration=measured[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory, and the state of the task in progress, for `torch.save`."""

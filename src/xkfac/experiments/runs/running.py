@@ -129,6 +129,9 @@ def results(folder: str | Path) -> RunResults:
     return RunFolder.open(Path(folder)).results()
 
 
+OUT_OF_MEMORY = "torch.OutOfMemoryError"
+
+
 @dataclass(eq=False)
 class Worker:
     """A process that does what messages ask for, and the message that it is on."""
@@ -249,6 +252,7 @@ def hand_out(
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Have `count` processes do what messages ask for; yield those that failed, with the reason.
 
+    What finds no room in a GPU's memory beside others is done when one of them has ended, by one process fewer.
     show: is called about twice a second with the messages that processes are on.
     """
     waiting = list(messages)
@@ -272,8 +276,13 @@ def hand_out(
                 worker: Worker = key.data
                 message, error = worker.message, worker.answer()
                 worker.message = None
-                if not worker.alive:
+                crowded = error is not None and OUT_OF_MEMORY in error and any(other.message for other in workers)
+                if crowded or not worker.alive:
                     ready.unregister(_stdout(worker))
+                if crowded and message is not None:
+                    waiting.append(message)
+                    worker.stop()  # its memory is what others need
+                    continue
                 if message is not None and error is not None:
                     yield message, error
                 employ(worker)
