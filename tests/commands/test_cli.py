@@ -232,7 +232,7 @@ def test_a_full_disk_ends_a_run_that_can_be_gone_on_with(xkfac, recipe_file, tmp
 def test_the_demo_is_gone_on_with_and_shown_again(xkfac, tmp_path, no_report):
     run = small.finish(small.make(tmp_path / "demo" / "run", small.recipe().only(["plain"])))
     code, out, err = xkfac("demo", "--output", tmp_path / "demo")
-    assert (code, "plain" in out, "is complete" in err) == (0, True, True)
+    assert (code, "plain" in out, "is there already" in err) == (0, True, True)
     assert xkfac("demo", "--output", tmp_path / "demo", "--quiet")[2] == ""
     assert json.loads(xkfac("demo", "--output", tmp_path / "demo", "--json")[1])["jobs"]["small/plain"][0]["done"]
     assert run.path.is_dir()

@@ -373,7 +373,7 @@ def pages(tmp_path_factory):
         "small": [made_up.small()],
         "hostile": [hostile()],
         "several": [made_up.diverged(), made_up.in_progress()],
-        "many": [made_up.large(repeats=2, tasks=12, epochs=2)],
+        "many": [made_up.large(lines=12, repeats=2, tasks=8, epochs=2)],
         "images": [made_up.tuned(folder / "tuned")],
     }
     return {name: write_report(given, folder / name)[0] for name, given in runs.items()}

@@ -25,6 +25,7 @@ from xkfac.experiments.report.tradeoff_tables import tradeoffs
 from xkfac.experiments.runs.results import JobResult, RunResults, Spread
 from xkfac.experiments.tuning.trials import Point
 
+_HEADER = ("line", "label", "tasks", *SPREAD)
 _TABLES = ("summary", "accuracies", "areas")  # those CSV files are of tables
 
 
@@ -96,25 +97,16 @@ def _file_name(key: str, taken: set[str], ending: str = "") -> str:
 def _accuracy(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Plot:
     title = figure.title or f"Average accuracy, {key}"
     said = "average accuracy in percent"
-    return _over_tasks(key, title, figure.note, said, lines, JobResult.average_accuracy, folder)
+    plot = Plot(key, title, figure.note, f"{title}: {said} against the number of tasks learnt.", _HEADER, ())
+    return _draw_curves(plot, _ranked(lines, JobResult.average_accuracy), "average accuracy (%)", folder, better=1)
 
 
 def _forgetting(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Plot:
     title = f"Forgetting: {figure.title}" if figure.title else "Forgetting"
     note = "How far accuracy on earlier tasks is below its best so far, on average, in percentage points."
-    return _over_tasks(key, title, note, "points lost on earlier tasks", lines, JobResult.forgetting, folder)
-
-
-def _over_tasks(
-    key: str, title: str, note: str, said: str, lines: Sequence[ReportLine], of: Curve, folder: Path
-) -> Plot:
-    """Draw the average accuracy, or else the forgetting, of lines against the number of tasks."""
-    ranked = _ranked(lines, of)
-    ends = "; ".join(f"{e.label} {_end(c)}" for e, c in ranked)
-    alt = f"{title}: {said} against the number of tasks learnt. At the end: {ends}."
-    plot = Plot(key, title, note, alt, ["line", "label", "tasks", *SPREAD], _curve_rows(ranked))
-    what, better = ("forgetting (points)", -1) if of is JobResult.forgetting else ("average accuracy (%)", 1)
-    return _draw_curves(plot, ranked, what, folder, better=better)
+    said = "points lost on earlier tasks"
+    plot = Plot(key, title, note, f"{title}: {said} against the number of tasks learnt.", _HEADER, ())
+    return _draw_curves(plot, _ranked(lines, JobResult.forgetting), "forgetting (points)", folder, better=-1)
 
 
 _Curves = list[tuple[ReportLine, list[tuple[int, Spread]]]]
@@ -175,6 +167,8 @@ def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better:
             axes.set_ylim(0, None)
 
     legend = [(f"{entry.label}  {_end(curve)}", styles[entry.index]) for entry, curve in lines]
+    ends = "; ".join(f"{entry.label} {_end(curve)}" for entry, curve in lines)
+    plot = replace(plot, alt=f"{plot.alt} At the end: {ends}.", rows=_curve_rows(lines))
     return curves(plot, titles, fill, legend, 4.4, folder)
 
 

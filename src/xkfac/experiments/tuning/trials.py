@@ -103,8 +103,8 @@ class Choice:
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Choice:
         """Return the choice that a file describes."""
-        made = {key: None if entry[key] is None else TrialResult(**entry[key]) for key in ("chosen", "runner_up")}
-        return cls(**{**entry, **made})
+        trials = {key: None if entry[key] is None else TrialResult(**entry[key]) for key in ("chosen", "runner_up")}
+        return cls(**{**entry, **trials})
 
     @property
     def why(self) -> str:
@@ -291,8 +291,8 @@ class TunedJob:
 
     def choices(self) -> list[Choice]:
         """Return what was chosen so far, task by task."""
-        made = (self.stage(task).choice() for task in range(self.line.tasks))
-        return list(itertools.takewhile(lambda choice: choice is not None, made))  # type: ignore[arg-type]
+        choices = (self.stage(task).choice() for task in range(self.line.tasks))
+        return list(itertools.takewhile(lambda choice: choice is not None, choices))  # type: ignore[arg-type]
 
     def chosen(self) -> bool:
         """Whether nothing is left to choose."""
@@ -325,8 +325,8 @@ class TunedJob:
 
     def tell(self, tasks: Sequence[str], choices: Sequence[Choice] | None = None) -> None:
         """Write the events of the job anew from what was chosen, and measured, so far."""
-        made = self.choices() if choices is None else choices
-        write_text(self.folder.path / "events.jsonl", "".join(f"{json.dumps(e)}\n" for e in self._events(tasks, made)))
+        events = self._events(tasks, self.choices() if choices is None else choices)
+        write_text(self.folder.path / "events.jsonl", "".join(f"{json.dumps(event)}\n" for event in events))
 
     def _events(self, tasks: Sequence[str], choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         learnt = [choice for choice in choices if not choice.diverged]
