@@ -269,7 +269,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draws", type=int, default=2, help="labels drawn for each batch of a curvature")
     parser.add_argument("--measured", type=int, help="measure on so many pictures of their half, all by default")
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--calibration-steps", type=int, default=160)
     parser.add_argument("--points", type=int, default=5, help="of a path: its end, its half, its quarter, ...")
     parser.add_argument("--lr", type=float, default=0.02, help="at most; a penalty may bear less")
     parser.add_argument(
@@ -356,12 +355,10 @@ class Experiment:
     def calibrations(self) -> dict[str, dict[str, Any]]:
         """Return what calibration says for every curvature, from the held-out examples alone."""
         found: dict[str, dict[str, Any]] = {}
-        given = {"steps": self.options.calibration_steps, "lr": self.options.lr, "damping": self.options.damping}
-        given["seed"] = self.options.seed
         for name, memory in self.memories.items():
             start = time.perf_counter()
             try:
-                calibration = xkfac.calibrate(self.net, memory, self.held_out, **given).calibration
+                calibration = xkfac.calibrate(self.net, memory, self.held_out, seed=self.options.seed).calibration
             except xkfac.XkfacError as error:
                 found[name] = {"error": str(error), "scale": math.nan, "radius": math.nan}
             else:

@@ -65,7 +65,7 @@ fine_tune(model, source)
 before = overlap(model, source_test)
 
 memory = xkfac.consolidate(model, held_out_source, forward=lambda model, batch: model(batch["image"])["out"])
-memory = xkfac.calibrate(model, memory, held_out_source, steps=80)
+memory = xkfac.calibrate(model, memory, held_out_source)
 
 unprotected = copy.deepcopy(model)
 fine_tune(unprotected, target)

@@ -43,7 +43,7 @@ source_trainer.train()
 before = accuracy(model, source_test)
 
 memory = xkfac.consolidate(model, source_trainer.get_eval_dataloader())
-memory = xkfac.calibrate(model, memory, source_trainer.get_eval_dataloader(), steps=80)
+memory = xkfac.calibrate(model, memory, source_trainer.get_eval_dataloader())
 unprotected = copy.deepcopy(model)
 Trainer(unprotected, arguments(3), train_dataset=target).train()
 

@@ -33,7 +33,9 @@ def test_saved_memories_come_back_exactly(tmp_path, kind, variant, dtype):
     assert_equal(loaded, memory)
     new = consolidated(net, second, variant)
     new = Estimate(new.curvature, new.coverage, new.examples)
-    extended = memory.extend(net, new, weights=(0.5, 0.5), keep_all=variant in ("xkfac", "cross-layer", "kfac"))
+    extended = memory.extend(
+        net, new, weights=(0.5, 0.5), keep=None if variant in ("xkfac", "cross-layer", "kfac") else 1
+    )
     extended.save(tmp_path / "memory")
     assert_equal(Memory.load(tmp_path / "memory", net), extended)
 
@@ -66,7 +68,7 @@ def test_terms_that_share_a_root_are_saved(tmp_path):
     net, data, _ = make("conv")
     memory = consolidated(net, data, "xkfac")
     same = Estimate(memory.curvature, memory.coverage, memory.examples)
-    extended = memory.extend(net, same, weights=(0.5, 0.5), keep_all=True)
+    extended = memory.extend(net, same, weights=(0.5, 0.5), keep=None)
     extended.save(tmp_path / "memory")
     assert_equal(Memory.load(tmp_path / "memory"), extended)
 

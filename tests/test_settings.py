@@ -65,7 +65,7 @@ def whole_task():
     """Consolidate, calibrate, learn a target and finish, with convolutions, linear layers and lone BN."""
     model = randomise(Everything())
     memory = xkfac.consolidate(model, images(), "xkfac")
-    memory = xkfac.calibrate(model, memory, images(), rounds=1, steps=2)
+    memory = xkfac.calibrate(model, memory, images(), tasks=1)
     learner = xkfac.Learner(model, memory)
     learner.begin(images(target))
     for x, y in images(target):

@@ -10,7 +10,7 @@ from torch import nn
 
 import xkfac
 from xkfac.errors import XkfacError
-from xkfac.learning.calibrator import _path, _ProxyTask, _Source, _Way
+from xkfac.learning.calibrator import _path, _ProxyTask, _Source
 from xkfac.model.batches import default_forward
 from xkfac.model.passes import norms_of
 from xkfac.task_layers import TaskLayer, task_layers_of
@@ -128,7 +128,7 @@ def test_calibration_measures_with_the_norms_of_the_source_and_lets_the_proxy_ha
             norm.running_mean.add_(1.0)
     assert (source.point(moved).predicted, source.point(moved).real) == (0, 0)
     task = _ProxyTask(net, memory.likelihood, forward, data(seed=6), 0)
-    *_, network = _path(net, memory, task, 1.0, _Way(8, 0.05, 1e-4, 0))
+    *_, (_, network) = _path(net, memory, task, 0.05)
     changed = {name for name, p in network.named_parameters() if not torch.equal(p, net.get_parameter(name))}
     assert {f"{name}.weight" for name in NORMS} < changed
     assert not changed & {"head.weight", "head.bias"}
@@ -142,7 +142,7 @@ def test_calibration_finds_the_penalty_nearly_right_where_bn_does_not_move():
     torch.manual_seed(1)
     net = trained(Net(), data(8, 32), 100)
     memory = xkfac.consolidate(net, data(8, 32), "own-bn", exclude=["head"], draws=32)
-    found = xkfac.calibrate(net, memory, data(8, 32, seed=3), rounds=1, steps=20, lr=0.005).calibration
+    found = xkfac.calibrate(net, memory, data(8, 32, seed=3), tasks=1).calibration
     assert 0.4 < found.scale < 2.5
 
 

@@ -10,6 +10,9 @@ from typing import Any
 TRUST = 2.0
 """The factor within which the scaled penalty follows the real loss inside the radius."""
 
+RISE = 0.1
+"""The real rise of the loss, in nats per prediction, at which the scale is read."""
+
 
 @dataclass(frozen=True)
 class CurvePoint:
@@ -23,22 +26,32 @@ class CurvePoint:
 class Calibration:
     """How the penalty of a memory relates to the real loss of the source, on held-out examples.
 
-    scale: what L_s must be multiplied by to meet the real rise of the loss. radius: the largest predicted L_s, not
-    scaled, up to which the scaled penalty was within a factor of two of it; 0 where it was so nowhere. curve: what was
-    measured along the last path, in order. examples: how many held-out examples measured.
+    scale: what L_s must be multiplied by to meet the real rise of the loss where that is `RISE`. radius: the largest
+    predicted L_s, not scaled, up to which the scaled penalty was within a factor of two of it; 0 where it was so
+    nowhere. curve: what was measured, by predicted L_s. examples: how many held-out examples measured. scales: what
+    each made-up task gave; `scale` is their geometric mean.
     """
 
     scale: float
     radius: float
     curve: tuple[CurvePoint, ...]
     examples: int
+    scales: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        spread = ""
+        if len(self.scales) > 1:
+            spread = f" ({min(self.scales):.3g} to {max(self.scales):.3g} over {len(self.scales)} made-up tasks)"
+        return f"scale {self.scale:.3g}{spread}, radius {self.radius:.3g}, measured on {self.examples:,} examples"
 
     @classmethod
-    def of(cls, curve: Iterable[CurvePoint], examples: int) -> Calibration:
-        """Return the calibration that a measured curve gives."""
-        curve = tuple(curve)
-        scale = scale_of(curve)
-        return cls(scale, radius_of(curve, scale), curve, examples)
+    def of(cls, curves: Iterable[Iterable[CurvePoint]], examples: int) -> Calibration:
+        """Return the calibration that the measured curves of several tasks give; nan without a rise."""
+        curves = [tuple(curve) for curve in curves]
+        scales = tuple(map(scale_of, curves))
+        scale = math.exp(sum(map(math.log, scales)) / len(scales))
+        points = sorted((point for curve in curves for point in curve), key=lambda point: point.predicted)
+        return cls(scale, radius_of(points, scale), tuple(points), examples, scales)
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Calibration:
@@ -48,21 +61,26 @@ class Calibration:
         """
         curve = tuple(CurvePoint(float(point["predicted"]), float(point["real"])) for point in entry["curve"])
         scale, radius = float(entry["scale"]), float(entry["radius"])
-        if not (0 < scale < math.inf and 0 <= radius < math.inf):
+        scales = tuple(map(float, entry.get("scales", ())))
+        if not (all(0 < one < math.inf for one in (scale, *scales)) and 0 <= radius < math.inf):
             raise ValueError(f"a calibration of scale {scale} and radius {radius}")
-        return cls(scale, radius, curve, int(entry["examples"]))
+        return cls(scale, radius, curve, int(entry["examples"]), scales)
 
 
 def scale_of(curve: Iterable[CurvePoint]) -> float:
-    """Return the geometric mean of real / predicted, each point weighted by its real rise; nan without such points.
+    """Return real / predicted where the real rise is `RISE`; nan without a point that has both.
 
-    A rise close to nothing is noise of the estimate and of BN's running statistics, and its ratio means little.
+    Between two points the logarithm of the ratio is interpolated over that of the rise. Where all points lie on one
+    side of `RISE`, the nearest counts. How long a task was learnt is thus no part of the scale: the ratio grows with
+    the distance, and this is the ratio at one stated distance.
     """
-    points = [point for point in curve if point.real > 0 and point.predicted > 0]
-    total = sum(point.real for point in points)
-    if not 0 < total < math.inf:
-        return math.nan
-    return math.exp(sum(point.real * math.log(point.real / point.predicted) for point in points) / total)
+    points = sorted((point.real, point.predicted) for point in curve if point.real > 0 and point.predicted > 0)
+    below = [(math.log(real), math.log(real / predicted)) for real, predicted in points if real < RISE]
+    above = [(math.log(real), math.log(real / predicted)) for real, predicted in points if real >= RISE]
+    if not (below and above):
+        return math.exp((below[-1:] + above[:1])[0][1]) if points else math.nan
+    (start, low), (end, high) = below[-1], above[0]
+    return math.exp(low + (high - low) * (math.log(RISE) - start) / (end - start))
 
 
 def radius_of(curve: Iterable[CurvePoint], scale: float) -> float:

@@ -54,7 +54,7 @@ class Memory:
         tasks = "1 task" if self.tasks == 1 else f"{self.tasks} tasks"
         numbers = sum(tensor.numel() for _, tensor in self.curvature.tensors())
         head = f"memory of {tasks}, method {self.method.name}, {self.examples:,} examples"
-        scale = "" if self.calibration is None else f", penalty to be scaled by {self.calibration.scale:.3g}"
+        scale = "" if self.calibration is None else f", calibration: {self.calibration}"
         forward = "" if self.forward is None else ", with a forward function of its own"
         return f"{head}, curvature of {numbers:,} numbers{scale}{forward}"
 
@@ -86,13 +86,12 @@ class Memory:
             exclude=tuple(dict.fromkeys([*self.exclude, *patterns])),
         )
 
-    def extend(
-        self, model: nn.Module, new: Estimate, *, weights: tuple[float, float], keep_all: bool = False
-    ) -> Memory:
+    def extend(self, model: nn.Module, new: Estimate, *, weights: tuple[float, float], keep: int | None = 1) -> Memory:
         """Return the memory of one task more: H <- ls * H + lt * H_t for weights (ls, lt), anchored at `model`.
 
-        Two terms become one Kronecker product that has the trace of their weighted sum (see
-        `curvature.averaging`), or with `keep_all` all are kept; a unit of one side alone counts zero on the other.
+        At most `keep` tasks have Kronecker products of their own; further ones are averaged into products that have
+        the trace of the weighted sum (see `curvature.averaging`). None keeps all. A unit of one side alone counts zero
+        on the other.
 
         Raises MismatchError when a unit was found in another shape, or made of other parts, than before.
         """
@@ -106,7 +105,7 @@ class Memory:
         homogeneous = {unit.name for unit in units.values() if unit.homogeneous}
         before = self.curvature.to(device_of(unwrap(model)))
         with full_precision(device_of(unwrap(model))):
-            extended = before.extend(new.curvature, *weights, keep_all=keep_all, homogeneous=homogeneous)
+            extended = before.extend(new.curvature, *weights, keep=keep, homogeneous=homogeneous)
         anchor, curvature = _uniform(_anchor(model, units.values()), extended)
         return replace(
             self,

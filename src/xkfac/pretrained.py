@@ -68,17 +68,13 @@ def load_pretrained(folder: str | Path, model: nn.Module) -> Memory:
 def card(memory: Memory, network: str | None = None) -> str:
     """Return a model card of a memory in Markdown, with the header that the Hugging Face hub reads."""
     tasks = "1 task" if memory.tasks == 1 else f"{memory.tasks} tasks"
-    found = memory.calibration
-    measured = "none"
-    if found is not None:
-        measured = f"penalty times {found.scale:.3g}, trusted up to {found.radius:.3g}; {found.examples:,} examples"
     facts = {
         "network": network or "not recorded",
         "tasks": str(memory.tasks),
         "examples": f"{memory.examples:,}",
         "method": f"`{memory.method.name}`",
         "likelihood": memory.likelihood.name,
-        "calibration": measured,
+        "calibration": str(memory.calibration or "none"),
         "left out": ", ".join(f"`{pattern}`" for pattern in memory.exclude) or "nothing",
         "curvature": f"{sum(tensor.numel() for _, tensor in memory.curvature.tensors()):,} numbers",
     }

@@ -9,7 +9,6 @@ from torch import nn
 from tests import oracles
 from xkfac.curvature.moments import GROUPINGS, KFAC, Draw, Moments, batch_gradient, unit_gradients
 from xkfac.curvature.patches import Patches
-from xkfac.curvature.processes import MiniBatch
 from xkfac.errors import UnitError
 from xkfac.model.units import Unit, find_units
 
@@ -24,7 +23,7 @@ def data(batches=3, size=SIZE, positions=POSITIONS):
 
 def made(levels, form, shape=(1, ROWS, COLUMNS), **options):
     """Return moments of a unit whose inputs are its images."""
-    return Moments(Patches(Unit("unit", "linear", shape)), levels, form, MiniBatch(), **options)
+    return Moments(Patches(Unit("unit", "linear", shape)), levels, form, **options)
 
 
 def collect(x, g, levels, form, **options):
@@ -176,7 +175,7 @@ def of_images(net, images, levels, form):
     """Return the input factors of a net's first unit from its images, and from their patches written out."""
     (unit, *_) = find_units(net, images[0]).units
     patches = Patches(unit)
-    moments = Moments(patches, levels, form, MiniBatch())
+    moments = Moments(patches, levels, form)
     for image in images:
         moments.inputs.add(patches.image([image], image.dtype))
     ours = [term.dense_left for term in moments.terms(sum(len(image) for image in images))]

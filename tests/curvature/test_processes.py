@@ -13,22 +13,17 @@ import torch.distributed as dist
 from torch import nn
 
 import xkfac
-from tests import oracles
 from tests.helpers.shared_pass import (
-    COUPLED,
     KINDS,
     OWN_ONLY,
     SIZES,
+    SYNCHRONISED,
     drawn,
     everything,
-    few,
     images,
     perceptron,
-    portions,
     process,
-    small_conv,
     whole,
-    wide,
 )
 from xkfac.curvature.assemble import Outcome
 from xkfac.curvature.blocks import Corrected, parts
@@ -124,42 +119,11 @@ def test_streams_are_counted_over_all_processes(results):
         identical([streamed, listed])
 
 
-@pytest.mark.parametrize(
-    ("results", "name"), [(ranks, name) for ranks, kinds in COUPLED.items() for name in kinds], indirect=["results"]
-)
-def test_synchronised_statistics_give_what_one_process_finds_over_joined_mini_batches(results, name):
-    found, _ = results
-    _, joined = wide(len(found))
-    expected = xkfac.estimate(everything(), joined, **few(name))
-    for curvature, examples in (one[f"coupled {name}"] for one in found):
-        same(curvature, expected.curvature, 1e-4 if name == "single" else 1e-10)
-        assert examples == expected.examples
-    identical([one[f"coupled {name}"][0] for one in found])
-
-
-@pytest.mark.parametrize("form", ["mean", "paper"])
-def test_synchronised_blocks_across_layers(results, form):
-    found, _ = results
-    mine = portions([(x.repeat(2, 1), y.repeat(2)) for x, y in whole(1)], len(found))
-    joined = [tuple(torch.cat(part) for part in zip(*(own[0] for own in mine), strict=True))]
-    expected = xkfac.estimate(perceptron(), joined, form=form, cross_layer=True, draws=2).curvature
-    same(found[0][f"coupled cross-layer {form}"], expected, 1e-10)
-
-
-def test_synchronised_factors_are_those_of_the_definition(results):
-    found, _ = results
-    mine, _ = wide(len(found))
-    x = torch.cat([own[0][0] for own in mine])[:, :, :4, :4]
-    a, a_prime, h_prime, h_second = oracles.factors(small_conv(), [x], 0, 1)
-    n = len(x)
-    first, second = found[0]["coupled oracle"].blocks["0"].terms
-    for one, expected in (
-        (first.left, a - a_prime),
-        (first.right, (n * h_prime - h_second) / (n - 1)),
-        (second.left, a_prime),
-        (second.right, h_second),
-    ):
-        torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-12)
+def test_synchronised_layers_run_as_those_of_each_process_and_are_as_before(results):
+    for one in results[0]:
+        for name in SYNCHRONISED:
+            identical([one[f"synchronised {name}"], one[name][0]])
+        assert one["still synchronised"]
 
 
 def test_factors_travel_as_triangles(results):
@@ -203,14 +167,6 @@ def test_the_memory_is_the_same_file_and_the_network_is_as_before(results):
         ("not finite", "NotFiniteError: the factors of unit '.*' are not finite", None),
         ("weights", "'head.weight' of process 1 is not that of process 0; .* load the same state", None),
         ("buffers", "'bn.running_var' of process 1 is not that of process 0", None),
-        ("uneven", "process 1 has no batch where process 0 has one .* give all the same number of batches", None),
-        (
-            "coupled failed",
-            "XkfacError: the disk is on fire",
-            "process 1 failed to get its batches; its own error says",
-        ),
-        ("apart", "UnitError: .* is a SyncBatchNorm, .*per-process BatchNorm", None),
-        ("bare", "'lone' is a SyncBatchNorm over . processes; give the pass the DistributedDataParallel model", None),
     ],
 )
 def test_faults_are_raised_on_every_process(results, fault, own, others):
@@ -243,10 +199,12 @@ def on_gpu(rank, ranks, backend, port, folder):
     if ranks > 1:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     parallel = nn.parallel.DistributedDataParallel(net, device_ids=[0])
-    kinds = ("mean", "paper", "corrected")
-    made = {name: xkfac.estimate(parallel, wide(ranks)[0][rank], **few(name)).curvature.to("cpu") for name in kinds}
+    made = {name: xkfac.estimate(parallel, images()[rank::ranks], **drawn(name)).curvature.to("cpu") for name in ON_GPU}
     torch.save(made, f"{folder}/{rank}")
     dist.destroy_process_group()
+
+
+ON_GPU = ("mean", "paper", "corrected")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -256,7 +214,7 @@ def test_on_a_gpu(tmp_path, ranks, backend):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     torch.multiprocessing.spawn(on_gpu, (ranks, backend, port, str(tmp_path)), nprocs=ranks)
-    _, joined = wide(ranks)
     for rank in range(ranks):
         for name, curvature in torch.load(tmp_path / str(rank), weights_only=False).items():
-            same(curvature, xkfac.estimate(everything().cuda(), joined, **few(name)).curvature.to("cpu"), 1e-8)
+            expected = xkfac.estimate(everything().cuda(), images(), **drawn(name)).curvature.to("cpu")
+            same(curvature, expected, 1e-8)

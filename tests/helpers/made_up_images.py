@@ -20,7 +20,7 @@ from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.worker import run_job
-from xkfac.learning.calibrator import calibrate
+from xkfac.learning import calibrator
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -174,7 +174,7 @@ def source_network(model, tasks):
 
 def short_calibrations():
     """Have calibrations take a few steps, for as long as this lasts: hundreds take long."""
-    return mock.patch.dict(calibrate.__kwdefaults__, rounds=1, steps=8)
+    return mock.patch.object(calibrator, "LONGEST", 8)
 
 
 def materials(made, data):

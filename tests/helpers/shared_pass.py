@@ -1,4 +1,4 @@
-"""What the processes of `test_processes.py` do: networks, mini-batches and their shares, SyncBatchNorm on a CPU."""
+"""What the processes of `test_processes.py` do: networks and mini-batches."""
 
 import copy
 import functools
@@ -35,53 +35,14 @@ KINDS = {
     "single": {"accumulation_dtype": torch.float32},
 }
 OWN_ONLY = {"unmerged": {"merge": False}}
-# Under SyncBatchNorm; four processes on few cores take turns at every sum, so that they do a part of it.
-COUPLED = {
-    2: [name for name in KINDS if name not in ("population", "exact mean")],
-    4: ["mean", "hierarchical, paper's form", "free", "corrected"],
-}
-
-
-class AllSum(torch.autograd.Function):
-    """The sum over all processes, with its gradient."""
-
-    @staticmethod
-    def forward(ctx, value):
-        total = value.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total
-
-
-class SyncOnCPU(nn.SyncBatchNorm):
-    """SyncBatchNorm as torch has it for GPUs alone."""
-
-    def forward(self, input):
-        if not self.training:
-            return super().forward(input)
-        over = [0, *range(2, input.dim())]
-        each = (1, -1, *[1] * (input.dim() - 2))
-        count = AllSum.apply(torch.tensor(float(input.numel() // input.shape[1]), dtype=input.dtype))
-        mean = AllSum.apply(input.sum(over)) / count
-        centred = input - mean.view(each)
-        var = AllSum.apply(centred.square().sum(over)) / count
-        return centred * (var + self.eps).rsqrt().view(each) * self.weight.view(each) + self.bias.view(each)
+# What is estimated on a network whose BN layers are synchronised.
+SYNCHRONISED = ("mean", "paper", "corrected", "unmerged")
 
 
 def synchronised(net):
     """Return a parallel network, its BN layers synchronised once it is one: on a CPU torch refuses them before."""
     parallel = nn.parallel.DistributedDataParallel(net)
-    for module in list(net.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.modules.batchnorm._BatchNorm):
-                new = SyncOnCPU(child.num_features)
-                new.load_state_dict(child.state_dict())
-                setattr(module, name, new.double())
+    nn.SyncBatchNorm.convert_sync_batchnorm(net)
     return parallel
 
 
@@ -95,12 +56,6 @@ def perceptron():
     return mlp().double()
 
 
-def small_conv():
-    torch.manual_seed(2)
-    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
-    return randomise(net).double()
-
-
 @functools.cache
 def whole(count=5, **changes):
     """Return the mini-batches of the whole pass, of different sizes, their number not a multiple of the processes'."""
@@ -112,35 +67,10 @@ def images(count=5):
     return whole(count, **IMAGES)
 
 
-def portions(batches, ranks):
-    """Return each process's portion of every mini-batch, the portions being of different sizes."""
-    cuts = [[1 + (rank + k) % 3 for rank in range(ranks)] for k in range(len(batches))]
-    return [
-        [(x[sum(c[:r]) :][: c[r]], y[sum(c[:r]) :][: c[r]]) for (x, y), c in zip(batches, cuts, strict=True)]
-        for r in range(ranks)
-    ]
-
-
-def wide(ranks):
-    """Return mini-batches that are large enough for a portion each."""
-    made = [data(1, 12, classes=3, seed=10 + k, **IMAGES)[0] for k in range(2)]
-    batches = [(x.double(), y) for x, y in made]
-    mine = portions(batches, ranks)
-    joined = [tuple(torch.cat(part) for part in zip(*(own[k] for own in mine), strict=True)) for k in range(2)]
-    return mine, joined
-
-
 def drawn(name):
     """Return the options of a kind, with few draws but for the first, which has as many as the pass has by itself."""
     options = {**KINDS, **OWN_ONLY}[name]
     return options if name == "mean" or "labels" in options else {**options, "draws": 2}
-
-
-def few(name):
-    """Return options with few backward passes, each of which goes through all processes several times."""
-    if KINDS[name].get("labels") == "exact":
-        return {**KINDS[name], "max_batches": 1}
-    return {**drawn(name), "draws": 2} if name == "mean" else drawn(name)
 
 
 class Counted:
@@ -181,7 +111,7 @@ def process(rank, ranks, port, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks)
     results = dict(per_process(rank, ranks, Path(folder)))
-    results |= dict(coupled(rank, ranks))
+    results |= dict(synchronised_ones(rank, ranks))
     results |= dict(faults(rank, ranks))
     torch.save(results, f"{folder}/{rank}")
     dist.destroy_process_group()
@@ -221,25 +151,12 @@ def per_process(rank, ranks, folder):
     yield "trace", (changed, torch.equal(state, torch.get_rng_state()))
 
 
-def coupled(rank, ranks):
-    mine, _ = wide(ranks)
+def synchronised_ones(rank, ranks):
     parallel = synchronised(everything())
-    for name in COUPLED[ranks]:
-        made = xkfac.estimate(parallel, mine[rank], **few(name))
-        yield f"coupled {name}", (made.curvature, made.examples)
-    linear = synchronised(perceptron())
-    vectors = portions([(x.repeat(2, 1), y.repeat(2)) for x, y in whole(1)], ranks)[rank]
-    for form in ("mean", "paper"):
-        options = {"form": form, "cross_layer": True, "draws": 2}
-        yield f"coupled cross-layer {form}", xkfac.estimate(linear, vectors, **options).curvature
-    conv = synchronised(small_conv())
-    cut = [(x[:, :, :4, :4], y) for x, y in mine[rank][:1]]
-    yield "coupled oracle", xkfac.estimate(conv, cut, form="paper", labels="exact").curvature
-    yield "uneven", refused(lambda: xkfac.estimate(parallel, mine[rank][: 1 + (rank == 0)], draws=1))
-    broken = failing() if rank == 1 else mine[rank]
-    yield "coupled failed", refused(lambda: xkfac.estimate(parallel, broken))
-    yield "apart", refused(lambda: xkfac.estimate(parallel, mine[rank], merge=False))
-    yield "bare", refused(lambda: xkfac.estimate(parallel.module, mine[rank], kind="diagonal", per_parameter=True))
+    for name in SYNCHRONISED:
+        yield f"synchronised {name}", xkfac.estimate(parallel, images()[rank::ranks], **drawn(name)).curvature
+    norms = [module for module in parallel.modules() if isinstance(module, nn.SyncBatchNorm)]
+    yield "still synchronised", norms and not any("forward" in vars(norm) for norm in norms)
 
 
 def faults(rank, ranks):

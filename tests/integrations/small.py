@@ -78,7 +78,7 @@ def same_memory(one, other, rtol=1e-4):
 
 def run_page(name, names, monkeypatch):
     """Run the first block of Python of a how-to page, of which at most six lines are not the framework's own."""
-    quick = functools.partial(xkfac.calibrate, rounds=1, steps=16)
+    quick = functools.partial(xkfac.calibrate, tasks=1)
     monkeypatch.setattr(xkfac, "calibrate", quick)
     page = Path(__file__).parents[2] / "docs" / "how-to" / f"{name}.md"
     code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[0]

@@ -30,7 +30,7 @@ from xkfac.integrations.avalanche import XKFACPlugin, XKFACRegularization, _load
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "avalanche.md"
 SIZE, EPOCHS = 8, 2
-FEW = {"steps": 8, "rounds": 1}
+FEW = {"tasks": 1}
 
 
 class Data(TensorDataset):

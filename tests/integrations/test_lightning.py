@@ -370,6 +370,6 @@ def test_calibration_after_a_fit(source):
     net, memory = source
     module, callback = fitted(net, memory)
     loader_of_both = [*batches(0), *batches(1)]
-    scale = xkfac.calibrate(module, callback.memory, loader_of_both, rounds=1, steps=16).calibration.scale
-    same = xkfac.calibrate(Module(module.net), callback.memory, loader_of_both, rounds=1, steps=16).calibration.scale
+    scale = xkfac.calibrate(module, callback.memory, loader_of_both, tasks=1).calibration.scale
+    same = xkfac.calibrate(Module(module.net), callback.memory, loader_of_both, tasks=1).calibration.scale
     assert scale == same

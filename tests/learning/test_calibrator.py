@@ -8,24 +8,27 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import nn
 
 import xkfac
 from tests.helpers.setups import Everything, data, gradients, mlp, move, randomise, target
 from xkfac import Learner, Memory, calibrate, consolidate, files
-from xkfac.calibration import Calibration, CurvePoint, radius_of, scale_of
+from xkfac.calibration import RISE, Calibration, CurvePoint, radius_of, scale_of
 from xkfac.curvature.operator import Curvature
 from xkfac.errors import MemoryFileError, MismatchError, XkfacError
-from xkfac.learning.calibrator import _path, _ProxyTask, _Source, _Way
+from xkfac.learning import calibrator
+from xkfac.learning.calibrator import _path, _ProxyTask, _Source
 from xkfac.model.batches import default_forward
 from xkfac.model.merged_weight import bind
 
-CALIBRATION = Calibration(20.0, 0.03, (CurvePoint(0.01, 0.15), CurvePoint(0.03, 0.7)), 256)
+CALIBRATION = Calibration(20.0, 0.03, (CurvePoint(0.01, 0.15), CurvePoint(0.03, 0.7)), 256, (16.0, 25.0))
 
 
-def quick(**changes):
-    """Return options of a calibration short enough for a test."""
-    return {"rounds": 2, "steps": 8, "lr": 0.05, **changes}
+@pytest.fixture
+def quick(monkeypatch):
+    """Have paths short enough for a test."""
+    monkeypatch.setattr(calibrator, "LONGEST", 8)
 
 
 def points(*pairs):
@@ -45,12 +48,22 @@ def everything_about(model):
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}, flags, grads, torch.get_rng_state()
 
 
-def test_scale_is_the_mean_ratio_weighted_by_what_rose():
+def test_scale_is_the_ratio_at_a_stated_rise():
     assert scale_of(points((0.1, 0.2), (0.3, 0.6))) == pytest.approx(2)
-    # ratios 1 and 8 with weights 1 and 2: 8 ** (2 / 3)
-    assert scale_of(points((1.0, 1.0), (0.25, 2.0))) == pytest.approx(4)
-    assert scale_of(points((1.0, 3.0), (1.0, -1.0), (0.0, 1.0))) == pytest.approx(3)
+    # Ratios 1 and 16 at half and at four times the rise, a third of the way in logarithms: 16 ** (1 / 3).
+    assert scale_of(points((RISE / 2, RISE / 2), (RISE / 4, 4 * RISE))) == pytest.approx(16 ** (1 / 3))
+    # Points beyond the two that are next to the rise, or without a ratio, do not count.
+    far = points((1e-9, RISE / 8), (RISE, 90 * RISE), (1.0, -1.0), (0.0, 1.0))
+    assert scale_of([*far, *points((RISE / 6, RISE / 2), (RISE / 2, 2 * RISE))]) == pytest.approx(12**0.5)
+    assert scale_of(points((RISE / 30, RISE / 10), (RISE / 50, RISE / 100))) == pytest.approx(3)
     assert math.isnan(scale_of(points((1.0, -1.0))))
+
+
+def test_the_scale_of_several_tasks_is_their_geometric_mean_and_the_spread_is_shown():
+    found = Calibration.of([points((0.1, 0.2)), points((0.05, 0.4))], 1200)
+    assert (found.scale, found.scales) == (pytest.approx(4), (pytest.approx(2), pytest.approx(8)))
+    assert found.curve == tuple(points((0.05, 0.4), (0.1, 0.2)))
+    assert str(found) == "scale 4 (2 to 8 over 2 made-up tasks), radius 0.1, measured on 1,200 examples"
 
 
 def test_radius_ends_before_the_first_point_that_is_underrated():
@@ -69,8 +82,8 @@ def test_a_penalty_that_is_exact_but_for_a_factor_is_scaled_by_it(factor):
     options = {"likelihood": xkfac.Gaussian(0.5), "labels": "exact"}
     memory = weaker(consolidate(model, batches, "kfac", **options), factor)
     held_out = [batch for batch in batches for _ in range(2)]  # measures on what the curvature was made from
-    found = calibrate(model, memory, held_out, rounds=2, steps=30, damping=0.0).calibration
-    assert found.scale == pytest.approx(factor, rel=1e-3)
+    found = calibrate(model, memory, held_out).calibration
+    assert found.scales == pytest.approx((factor,) * 3, rel=1e-3)
     assert found.radius == max(point.predicted for point in found.curve)
     assert found.examples == 240
 
@@ -97,14 +110,15 @@ def test_real_is_the_divergence_of_what_the_network_said_before():
 def test_the_path_descends_the_proxy_s_objective_and_leaves_what_is_not_covered():
     model = mlp().eval()
     memory = consolidate(model, data(), "xkfac", exclude=["6"])
-    forward = default_forward
-    task = _ProxyTask(model, memory.likelihood, forward, data(4, 16), 0)
-    *_, network = _path(model, memory, task, 1.0, _Way(60, 0.05, 1e-4, 0))
-    changed = {name for name, p in network.named_parameters() if not torch.equal(p, model.get_parameter(name))}
+    task = _ProxyTask(model, memory.likelihood, default_forward, data(4, 16), 0)
+    *_, (_, network) = _path(model, memory, task, 0.5)
+    changed = {name for name, p in network.named_parameters() if (p - model.get_parameter(name)).abs().max() > 1e-6}
     # All but the head, and a bias in front of a BN, which nothing moves.
     assert changed == {name for name, _ in model.named_parameters() if not name.startswith("6.") and name != "3.bias"}
     # Read by the best readout, the answers are nearer than where learning began.
-    readout = task.readout(0)
+    readout = task.readout()
+    with torch.no_grad():
+        start = sum(task.loss(model, readout, index) for index in range(4)).item() / 4
     optimizer = torch.optim.LBFGS([readout], max_iter=100)
     network.eval().requires_grad_(False)
 
@@ -115,7 +129,7 @@ def test_the_path_descends_the_proxy_s_objective_and_leaves_what_is_not_covered(
         return loss
 
     optimizer.step(closure)
-    assert closure().item() < task.start - 0.02
+    assert closure().item() < start - 0.02
 
 
 @pytest.mark.parametrize(
@@ -132,43 +146,62 @@ def test_the_path_descends_the_proxy_s_objective_and_leaves_what_is_not_covered(
     ],
     ids=["everything", "ewc", "fixed-bn", "unmerged", "bernoulli", "float64", "one number", "positions"],
 )
-def test_any_network_method_and_likelihood_leaves_no_trace(model, batches, options):
+def test_any_network_method_and_likelihood_leaves_no_trace(model, batches, options, quick):
     model = model().train()
     batches = batches or [(x.double(), y) for x, y in data(4)]
     memory = consolidate(model, batches, **{"method": "xkfac", **options})
     before = everything_about(model)
-    found = calibrate(model, memory, iter(batches), **quick(steps=4)).calibration
+    found = calibrate(model, memory, iter(batches), tasks=1).calibration
     after = everything_about(model)
     assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
     assert before[1:3] == after[1:3]
     assert torch.equal(before[3], after[3])
     assert 0 < found.scale < math.inf
-    assert len(found.curve) == 3  # after 1, 2 and 4 of 4 steps
-    assert found == calibrate(model, memory, batches, **quick(steps=4)).calibration
-    assert found != calibrate(model, memory, batches, **quick(steps=4, seed=1)).calibration
+    assert found == calibrate(model, memory, batches, tasks=1).calibration
+    assert found != calibrate(model, memory, batches, tasks=1, seed=1).calibration
 
 
-def test_proxy_is_learnt_from_in_place_of_held_out_batches():
+def test_proxy_is_learnt_from_in_place_of_held_out_batches(quick):
     model = mlp()
     memory = consolidate(model, data(), "xkfac")
-    own = calibrate(model, memory, data(5), **quick()).calibration
+    own = calibrate(model, memory, data(5), tasks=1).calibration
     assert own.examples == 3 * 8
-    given = calibrate(model, memory, data(5), proxy=target(), **quick()).calibration
+    given = calibrate(model, memory, data(5), proxy=target(), tasks=1).calibration
     assert given.examples == 5 * 8
-    far = calibrate(model, memory, data(5), proxy=target(shift=3.0), **quick()).calibration
+    far = calibrate(model, memory, data(5), proxy=target(shift=3.0), tasks=1).calibration
     assert given.curve != far.curve
-    assert calibrate(model, memory, data(5), proxy=target(), max_batches=2, **quick()).calibration.examples == 2 * 8
+    assert calibrate(model, memory, data(5), proxy=target(), max_batches=2, tasks=1).calibration.examples == 2 * 8
 
 
-def test_steps_too_long_for_the_curvature_are_shortened():
+def test_steps_that_are_too_long_are_shortened(monkeypatch):
     model = mlp()
-    memory = weaker(consolidate(model, data(8, 16), "xkfac"), 1e-3)  # a penalty a thousand times too strong
-    found = calibrate(model, memory, data(8, 16), rounds=1, steps=20, lr=0.5).calibration
-    assert all(math.isfinite(point.real) and point.predicted < 2 for point in found.curve)
-    bounded = calibrate(model, memory, data(8, 16), rounds=1, steps=20, lr=1e6).calibration
-    assert all(math.isfinite(point.real) and point.predicted < 2 for point in bounded.curve)
+    memory = consolidate(model, data(8, 16), "xkfac")
+    monkeypatch.setattr(calibrator, "LR", 1e3)
+    found = calibrate(model, memory, data(8, 16), tasks=1).calibration
+    assert all(math.isfinite(point.real) and point.real < 1 for point in found.curve)
+    monkeypatch.setattr(calibrator, "LR", 1e30)
     with pytest.raises(XkfacError, match="diverges even at a learning rate of"):
-        calibrate(model, weaker(memory, 1e12), data(8, 16), rounds=1, steps=20, lr=1e9)
+        calibrate(model, memory, data(8, 16), tasks=1)
+
+
+def test_the_scale_does_not_depend_on_learning_rate_and_number_of_steps(monkeypatch):
+    torch.manual_seed(0)
+    x, y = load_digits(return_X_y=True)
+    x, y = (torch.tensor(x, dtype=torch.float32) - 8) / 8, torch.tensor(y)
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for rows in torch.randperm(1000).repeat(10).split(50):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    held_out = list(zip(x[1000:].split(64), y[1000:].split(64), strict=True))
+    memory = consolidate(model, held_out)
+    scales = []
+    for lr, shortest, seed in ((0.2, 8, 0), (0.05, 32, 0), (0.2, 8, 9)):
+        monkeypatch.setattr(calibrator, "LR", lr)
+        monkeypatch.setattr(calibrator, "SHORTEST", shortest)
+        scales.append(calibrate(model, memory, held_out, seed=seed).calibration.scale)
+    assert max(scales) < 1.15 * min(scales)
 
 
 def test_strength_left_out_is_the_scale_of_the_memory():
@@ -191,7 +224,7 @@ def test_calibration_is_kept_by_finish_and_files(tmp_path):
     memory = replace(consolidate(model, data(), "xkfac"), calibration=CALIBRATION)
     memory.save(tmp_path / "m", torch.bfloat16)
     assert Memory.load(tmp_path / "m").calibration == CALIBRATION
-    assert "scaled by 20" in repr(memory)
+    assert "scale 20 (16 to 25 over 2 made-up tasks)" in repr(memory)
     with Learner(model, memory) as learner:
         learner.begin(target())
         learner.penalty()
@@ -207,22 +240,28 @@ def rewritten(path, change):
     files.write(path, description, tensors)
 
 
-def test_a_file_from_before_calibrations_loads_and_a_damaged_one_does_not(tmp_path):
+def test_a_file_with_a_damaged_calibration_is_refused(tmp_path):
     path = tmp_path / "m"
     replace(consolidate(mlp(), data(), "xkfac"), calibration=CALIBRATION).save(path)
-    for change in ({"scale": -1.0}, {"scale": math.inf}, {"radius": math.nan}, {"curve": [{}]}, {"examples": None}):
+    for change in (
+        {"scale": -1.0},
+        {"scales": [0.0]},
+        {"scales": 3.0},
+        {"scale": math.inf},
+        {"radius": math.nan},
+        {"curve": [{}]},
+        {"examples": None},
+    ):
         rewritten(path, lambda found, change=change: found["calibration"].update(change))
         with pytest.raises(MemoryFileError, match="damaged"):
             Memory.load(path)
         rewritten(path, lambda found: found.update(calibration=json.loads(json.dumps(_entry()))))
     assert Memory.load(path).calibration == CALIBRATION
-    rewritten(path, lambda found: found.pop("calibration"))
-    assert Memory.load(path).calibration is None
 
 
 def _entry():
     curve = [{"predicted": point.predicted, "real": point.real} for point in CALIBRATION.curve]
-    return {"scale": CALIBRATION.scale, "radius": CALIBRATION.radius, "curve": curve, "examples": CALIBRATION.examples}
+    return {**vars(CALIBRATION), "curve": curve}
 
 
 def test_errors_name_the_remedy():
@@ -236,13 +275,12 @@ def test_errors_name_the_remedy():
         calibrate(model, memory, data(1))
     with pytest.raises(XkfacError, match="more than one example"):
         calibrate(model, memory, data(4, 1))
-    for name, value in (("rounds", 0), ("steps", 0), ("lr", 0.0), ("lr", math.nan)):
-        with pytest.raises(XkfacError, match=f"{name} of a calibration"):
-            calibrate(model, memory, data(), **{name: value})
+    with pytest.raises(XkfacError, match="tasks of a calibration"):
+        calibrate(model, memory, data(), tasks=0)
     move(model)
     before = everything_about(model)
     with pytest.raises(MismatchError, match="away from those that the memory was made from"):
-        calibrate(model, memory, data(), **quick())
+        calibrate(model, memory, data())
     after = everything_about(model)
     assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
     assert before[1] == after[1]

@@ -220,10 +220,6 @@ BAD_NORMS = {
         lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False, track_running_stats=False)),
         "'1' has no running statistics.*or exclude '1'",
     ),
-    "synchronised": (
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)),
-        "'1' is a SyncBatchNorm.*or exclude '1'",
-    ),
     "transformed": (lambda: nn.Sequential(nn.Linear(4, 4), Shifted(4)), "'1' transforms its gamma.*or exclude '1'"),
     "parametrised": (positive_norm, "'1' transforms its gamma, beta or statistics"),
     "tied": (tied_norms, "'1' transforms its gamma, beta or statistics, or shares them"),

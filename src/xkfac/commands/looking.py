@@ -20,18 +20,20 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """List runs: which are complete, running or interrupted, and how far they are."""
+    from dataclasses import asdict
+
     from xkfac.experiments.runs.folder import find_runs
     from xkfac.experiments.runs.progress import RunStatus
 
-    found = [RunStatus.of(path) for path in find_runs(folder)]
+    runs = [RunStatus.of(path) for path in find_runs(folder)]
     if as_json:
-        print_json([run.to_dict() for run in found])
-    elif not found:
+        print_json([asdict(run) for run in runs])
+    elif not runs:
         print(f"no runs in '{folder}'; 'xkfac run RECIPE' starts one")
     else:
         head = ("run", "recipe", "state", "jobs", "epochs", "average accuracy")
-        print_table(head, [run.cells() for run in found])
-        for run in found:
+        print_table(head, [run.cells() for run in runs])
+        for run in runs:
             if run.reason:
                 console().print(f"damaged: {run.reason}", markup=False, highlight=False)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,8 +35,6 @@ class Capture(Trace):
         self.collectors = collectors
         self.layers = {id(model.get_parameter(u.weight)): u for u in units if u.kind in ("linear", "conv") and u.weight}
         self.norms = {u.norm: u for u in units if u.norm is not None}
-        # torch runs these as no function that a trace could see, so they have hooks.
-        self.synchronised = {p for p in self.norms if isinstance(model.get_submodule(p), nn.SyncBatchNorm)}
         # Where backward passes end: nothing behind the first units is computed.
         self.ends: list[Tensor | GradientEdge] = []
         self.draw = ONE
@@ -59,39 +56,15 @@ class Capture(Trace):
                 return func(*args, **kwargs)
             first = self._wake(call.input, call.bias, call.weight)
             return self._tap(unit, func(*args, **kwargs), first)
-        path = self.norm if func is F.batch_norm and self.norm not in self.synchronised else None
+        path = self.norm if func is F.batch_norm else None
         unit = self.norms.get(path) if path is not None else None
         if path is None or unit is None:
             return func(*args, **kwargs)
-        first = self._enter_norm(path, norm_input(tuple(args), kwargs))
-        return self._tap(unit, func(*args, **kwargs), first)
-
-    def _enter_norm(self, path: str, input: Tensor) -> bool:
-        """See the input of a BN; whether it is the first unit of its path."""
-        unit = self.norms[path]
+        input = norm_input(tuple(args), kwargs)
         if unit.weight is None:
             self._see_input(unit, input)
-        return not input.requires_grad and self._wake(input, getattr(self.model.get_submodule(path), "bias", None))
-
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Be told which BN runs, and see SyncBatchNorm layers, by hooks."""
-        handles: list[Any] = []
-        for path in self.synchronised:
-            norm, unit = self.model.get_submodule(path), self.norms[path]
-            first: list[bool] = []
-            enter = partial(self._enter_synchronised, path, first)
-            leave = partial(lambda unit, first, module, args, output: self._tap(unit, output, first.pop()), unit, first)
-            handles += [norm.register_forward_pre_hook(enter, with_kwargs=True), norm.register_forward_hook(leave)]
-        try:
-            with super().hooked():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter_synchronised(self, path: str, first: list[bool], module: nn.Module, args: Any, kwargs: Any) -> None:
-        first.append(self._enter_norm(path, norm_input(args, kwargs)))
+        first = self._wake(input, getattr(self.model.get_submodule(path), "bias", None))
+        return self._tap(unit, func(*args, **kwargs), first)
 
     def begin_batch(self, examples: int) -> None:
         """Forget the graph of the batch before."""

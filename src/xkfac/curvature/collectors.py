@@ -13,7 +13,7 @@ from xkfac.curvature.blocks import Block, Corrected, Diagonal, KhatriRao, Kronec
 from xkfac.curvature.moments import Draw, Moments, batch_gradient, unit_gradients
 from xkfac.curvature.operator import Settings
 from xkfac.curvature.patches import Patches
-from xkfac.curvature.processes import MiniBatch, Processes
+from xkfac.curvature.processes import Processes
 from xkfac.errors import UnitError
 from xkfac.model.merged_weight import BoundUnit
 from xkfac.model.units import Unit
@@ -62,10 +62,10 @@ class Source(Collector):
 class FactorCollector(Source):
     """Collects Kronecker factors."""
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, settings: Settings, batch: MiniBatch) -> None:
+    def __init__(self, unit: Unit, dtype: torch.dtype, settings: Settings) -> None:
         super().__init__(unit, dtype)
         coupled = settings.statistics == "batch"
-        self.moments = Moments(self.patches, settings.levels, settings.form, batch, coupled=coupled)
+        self.moments = Moments(self.patches, settings.levels, settings.form, coupled=coupled)
 
     def inputs(self, inputs: Sequence[Tensor]) -> None:
         """Take a batch's inputs."""
@@ -89,14 +89,11 @@ class FactorCollector(Source):
 
 
 class SquareCollector(Source):
-    """Collects E[(batch gradient)^2] / N, the exact diagonal of the Fisher, in the parameters' or another basis.
+    """Collects E[(batch gradient)^2] / N, the exact diagonal of the Fisher, in the parameters' or another basis."""
 
-    Of a mini-batch that processes have parts of, each squares the gradient of the whole.
-    """
-
-    def __init__(self, unit: Unit, dtype: torch.dtype, batch: MiniBatch, basis: Corrected | None = None) -> None:
+    def __init__(self, unit: Unit, dtype: torch.dtype, basis: Corrected | None = None) -> None:
         super().__init__(unit, dtype)
-        self.batch, self.basis = batch, basis
+        self.basis = basis
         self.total: Tensor | None = None
         self._inputs: Sequence[Tensor] = ()
 
@@ -106,11 +103,7 @@ class SquareCollector(Source):
 
     def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Take the gradients of one backward pass."""
-        self.see(batch_gradient(self._x(self._inputs), self._g(gradients)), draw)
-
-    def see(self, gradient: Tensor, draw: Draw) -> None:
-        """Take the gradient [groups, rows, columns] of one backward pass from this process's examples."""
-        self.add(self.batch.total(gradient), draw.weight * self.batch.share)
+        self.add(batch_gradient(self._x(self._inputs), self._g(gradients)), draw.weight)
 
     def add(self, gradient: Tensor, weight: float) -> None:
         """Take the gradient [groups, rows, columns] with respect to W~ of one backward pass."""
@@ -140,8 +133,8 @@ class UnmergedCollector(SquareCollector):
     dL/dsigma = -gamma / sigma dL/dgamma.
     """
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, batch: MiniBatch, bound: BoundUnit) -> None:
-        super().__init__(unit, dtype, batch)
+    def __init__(self, unit: Unit, dtype: torch.dtype, bound: BoundUnit) -> None:
+        super().__init__(unit, dtype)
         self.bound = bound
         self._scale: Tensor
 
@@ -165,8 +158,8 @@ class UnmergedCollector(SquareCollector):
 class MarginalCollector(SquareCollector):
     """Collects the second moments E[g^T g] / N and E[g g^T] / N of columns and rows of the batch gradient g."""
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, batch: MiniBatch) -> None:
-        super().__init__(unit, dtype, batch)
+    def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
+        super().__init__(unit, dtype)
         self.left: Tensor | None = None
         self.right: Tensor | None = None
 
@@ -198,11 +191,11 @@ class MarginalCollector(SquareCollector):
 class JointCollector(FactorCollector):
     """Collects the factors of all linear units together: rows and columns of several units side by side."""
 
-    def __init__(self, units: Sequence[Unit], dtype: torch.dtype, settings: Settings, batch: MiniBatch) -> None:
+    def __init__(self, units: Sequence[Unit], dtype: torch.dtype, settings: Settings) -> None:
         self.units = units
         self.rows, self.columns = (tuple(unit.shape[side] for unit in units) for side in (1, 2))
         whole = Unit(" and ".join(unit.name for unit in units), "linear", (1, sum(self.rows), sum(self.columns)))
-        super().__init__(whole, dtype, settings, batch)
+        super().__init__(whole, dtype, settings)
         self.of_units: dict[str, Tensor] = {}
         self.to_units: dict[str, Tensor] = {}
 

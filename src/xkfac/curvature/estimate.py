@@ -32,7 +32,7 @@ from xkfac.curvature.collectors import (
 )
 from xkfac.curvature.labels import Cotangents, Draws
 from xkfac.curvature.operator import Curvature, CurvatureKind, Settings, SettingsOptions
-from xkfac.curvature.processes import MiniBatch, Processes, mini_batch_of, processes_of
+from xkfac.curvature.processes import Processes, processes_of
 from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.model.batches import Forward, default_forward, size_of
 from xkfac.model.cuda_graphs import Replayed
@@ -46,6 +46,7 @@ from xkfac.model.passes import (
     check_loaded,
     device_of,
     full_precision,
+    norms_per_process,
     set_mode,
     untouched,
     unwrap,
@@ -104,21 +105,21 @@ def estimate(
         forward or default_forward,
         _checked(accumulation_dtype) or widest_dtype(model),
         seed,
-        lambda batch: find_units(model, batch, **finding, forward=run.checked, synchronised=run.processes is not None),
+        lambda batch: find_units(model, batch, **finding, forward=run.checked),
         graph,
         processes_of(model),
     )
     if graph and device_of(run.model).type != "cuda":
         raise XkfacError("graph=True needs the model on a CUDA device; leave it out")
     run.join(finding)
-    with untouched(run.model):
+    with untouched(run.model), norms_per_process(run.model):
         feed = {"max_batches": max_batches, "progress": progress}
         collectors, examples = run.over(loader, run.first_collector, **feed)
         curvature = run.finished(collectors, examples, decompose=settings.kind == "corrected")
         if settings.kind == "corrected":
             bases = {n: block if isinstance(block, Corrected) else None for n, block in curvature.blocks.items()}
             collectors, again = run.over(
-                loader, lambda unit: SquareCollector(unit, run.dtype, run.batch, bases[unit.name]), **feed
+                loader, lambda unit: SquareCollector(unit, run.dtype, bases[unit.name]), **feed
             )
             if again != examples:
                 raise XkfacError(
@@ -163,20 +164,15 @@ class _Run:
     find: Callable[[Any], Coverage]
     graph: bool = False
     processes: Processes | None = None
-    batch: MiniBatch = field(default_factory=MiniBatch)
     coverage: Coverage | None = None
     draws: Draws = field(init=False)
 
     def join(self, finding: dict[str, Any]) -> None:
         """Make sure that the processes of a shared pass mean the same one."""
-        if self.settings.statistics == "batch":
-            self.batch = mini_batch_of(self.model, self.processes)
         if self.processes is not None:
             likelihood = {"likelihood": self.likelihood.name, **self.likelihood.arguments}
             own = {"accumulation_dtype": self.dtype, "seed": self.seed, "graph": self.graph}
             self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
-        if self.batch.processes is not None and self.graph:
-            raise XkfacError("graph=True cannot record what SyncBatchNorm layers send to other processes; leave it out")
 
     def checked(self, model: nn.Module, batch: Any) -> Tensor:
         """Run the model on a batch, and check that its output is one of the likelihood's."""
@@ -194,10 +190,10 @@ class _Run:
     def first_collector(self, unit: Unit) -> Collector:
         """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""
         if self.settings.kind == "diagonal":
-            return SquareCollector(unit, self.dtype, self.batch)
+            return SquareCollector(unit, self.dtype)
         if self.settings.kind == "corrected":
-            return MarginalCollector(unit, self.dtype, self.batch)
-        return FactorCollector(unit, self.dtype, self.settings, self.batch)
+            return MarginalCollector(unit, self.dtype)
+        return FactorCollector(unit, self.dtype, self.settings)
 
     def over(
         self, loader: Iterable[Any], collector: Callable[[Unit], Collector], **feed: Any
@@ -208,8 +204,7 @@ class _Run:
             with ExitStack() as hooks:
                 own = self._over(loader, collector, hooks, **feed)
         except Exception as caught:
-            # Coupled processes wait for each other inside a batch, so that there is no moment to tell.
-            if self.processes is None or self.batch.processes is not None:
+            if self.processes is None:
                 raise
             error = caught
         if self.processes is None:
@@ -234,13 +229,11 @@ class _Run:
         """Run over this process's data; return the collectors, None if there was none. `hooks` takes the model's."""
         device = device_of(self.model)
         generator = torch.Generator(device)
-        self.draws = Draws(self.settings, self.processes, self.batch)
+        self.draws = Draws(self.settings, self.processes)
         counted = self.draws.decide(loader, feed["max_batches"])
         labels, draws = self.settings.labels, self.draws.per_batch
-        cotangents = Cotangents(labels, self.likelihood, self.seed, generator, self.batch, draws)
-        rank, ranks = 0, 1
-        if self.processes is not None and self.batch.processes is None:
-            rank, ranks = self.processes.rank, self.processes.size
+        cotangents = Cotangents(labels, self.likelihood, self.seed, generator, draws)
+        rank, ranks = (0, 1) if self.processes is None else (self.processes.rank, self.processes.size)
         capture: Capture | None = None
         mode: Statistics | None = None
         noisy: NoisyWeights | None = None
@@ -257,7 +250,7 @@ class _Run:
                 work = partial(self._batch, capture, cotangents)
                 if self.graph:
                     work = Replayed(work, generator)
-            if mode != (mode := self.settings.statistics if self.batch.whole(size) > 1 else "population"):
+            if mode != (mode := self.settings.statistics if size > 1 else "population"):
                 set_mode(self.model, mode)
             cotangents.begin_batch(place * ranks + rank)
             cotangents.check(batch)
@@ -274,20 +267,18 @@ class _Run:
     def _steps(self, loader: Iterable[Any], device: torch.device, **feed: Any) -> Iterator[tuple[int, Any]]:
         if self.processes is not None and self.processes.rank > 0 and feed["progress"] is True:
             feed["progress"] = False
-        return self.batch.steps(
-            batches(loader, device, what="curvature", may_be_none=self.processes is not None, **feed)
-        )
+        return batches(loader, device, what="curvature", may_be_none=self.processes is not None, **feed)
 
     def _collectors(self, collector: Callable[[Unit], Collector]) -> Collectors:
         assert self.coverage is not None
         linear = [unit for unit in self.coverage.units if unit.kind == "linear" and self.settings.cross_layer]
-        joint = JointCollector(linear, self.dtype, self.settings, self.batch) if linear else None
+        joint = JointCollector(linear, self.dtype, self.settings) if linear else None
         of: dict[str, Collector] = {}
         for unit in self.coverage.units:
             if unit.kind == "free":
-                of[unit.name] = SquareCollector(unit, self.dtype, self.batch)
+                of[unit.name] = SquareCollector(unit, self.dtype)
             elif unit.kind == "unmerged":
-                of[unit.name] = UnmergedCollector(unit, self.dtype, self.batch, BoundUnit(self.model, unit))
+                of[unit.name] = UnmergedCollector(unit, self.dtype, BoundUnit(self.model, unit))
             elif joint is not None and unit.kind == "linear":
                 of[unit.name] = JointMember(unit, self.dtype, joint)
             else:
@@ -327,7 +318,7 @@ class _Run:
             for unit, gradient in zip(free, gradients, strict=False):
                 squares = capture.collectors.of[unit.name]
                 if gradient is not None and isinstance(squares, SquareCollector):
-                    squares.see(gradient.to(self.dtype).reshape(unit.shape), capture.draw)
+                    squares.add(gradient.to(self.dtype).reshape(unit.shape), capture.draw.weight)
 
 
 def check_rows(output: Any, size: int) -> None:

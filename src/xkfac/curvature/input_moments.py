@@ -28,7 +28,6 @@ from xkfac.curvature.gram import (
 )
 from xkfac.curvature.patch_gram import PatchGram
 from xkfac.curvature.patches import Patches
-from xkfac.curvature.processes import MiniBatch
 from xkfac.errors import UnitError
 
 # A level of a grouping is the tuple of axes of [groups, N, S, features] over which its blocks extend.
@@ -311,21 +310,20 @@ class Deviations:
 class BatchDeviations:
     """Accumulates the moments of patches x of images in the paper's form, in which means are those of a mini-batch."""
 
-    def __init__(self, patches: Patches, levels: tuple[Level, ...], batch: MiniBatch) -> None:
-        self.patches, self.levels, self.batch = patches, levels, batch
+    def __init__(self, patches: Patches, levels: tuple[Level, ...]) -> None:
+        self.patches, self.levels = patches, levels
         self._grams = [Gram() for _ in levels]
         self._images = PatchGram(patches) if levels[1] == LOCATION else None
 
     def add(self, image: Tensor) -> None:
         """Take the patches of images [N, C, ...]."""
         if self._images is not None:
-            mean = self.batch.mean(image.mean(0, keepdim=True))
+            mean = image.mean(0, keepdim=True)
             self._images.add(image - mean)
             self._grams[1].add(self.patches.unrolled(mean), len(image))
             return
         x = self.patches.unrolled(image)
-        own = [x.mean(level, keepdim=True) for level in self.levels[1:]]
-        means = [self.batch.mean(one) if 1 in level else one for one, level in zip(own, self.levels[1:], strict=True)]
+        means = [x.mean(level, keepdim=True) for level in self.levels[1:]]
         parts = [*(fine - coarse for fine, coarse in pairwise([x, *means])), means[-1]]
         for gram, part in zip(self._grams, parts, strict=True):
             # The blocks of a level stand for all N * S elements: an average over blocks times N * S.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xkfac.curvature.moments import Draw
 from xkfac.curvature.operator import ENOUGH_DRAWS, Labels, Settings
-from xkfac.curvature.processes import MiniBatch, Processes
+from xkfac.curvature.processes import Processes
 from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.model.batches import labels_of
 from xkfac.model.likelihood import Likelihood
@@ -27,15 +27,13 @@ from xkfac.model.streams import counted
 class Cotangents:
     """Yields what backward passes begin with, batch by batch.
 
-    `draws` are those per batch. Labels are drawn for the whole mini-batch, alike on all processes that have parts of
-    it, and an example's own loss is zero on those that do not have it.
+    `draws` are those per batch.
     """
 
     labels: Labels
     likelihood: Likelihood
     seed: int
     generator: torch.Generator
-    batch: MiniBatch
     draws: int
     _outputs: dict[torch.Size, torch.Size] = field(default_factory=dict)  # shapes, by that of the labels
 
@@ -50,15 +48,18 @@ class Cotangents:
         if self.labels == "sampled":
             for place in range(self.draws):
                 draw = Draw(scale / self.draws, place, self.draws)
-                yield self.likelihood.score(output, self._sample(output)), draw, place + 1 < self.draws
+                yield (
+                    self.likelihood.score(output, self.likelihood.sample(output, self.generator)),
+                    draw,
+                    place + 1 < self.draws,
+                )
         elif self.labels == "empirical":
             yield self.likelihood.score(output, self._given(output, batch)), Draw(scale), False
         else:
             for root in self.likelihood.root(output):
-                for example in self._examples(output.shape[0]):
+                for example in range(output.shape[0]):
                     one = torch.zeros_like(root)
-                    if example is not None:
-                        one[example] = root[example]
+                    one[example] = root[example]
                     yield one.to(output.dtype), Draw(scale), True
 
     def check(self, batch: Any) -> None:
@@ -80,14 +81,6 @@ class Cotangents:
             self._outputs[labels.shape] = output.shape
         return labels
 
-    def _sample(self, output: Tensor) -> Tensor:
-        return self.batch.own(self.likelihood.sample(self.batch.rows(output.detach()), self.generator))
-
-    def _examples(self, size: int) -> Iterator[int | None]:
-        """Yield the places of the mini-batch's examples in this process's part, None for those of other processes."""
-        for rank, theirs in enumerate([size] if self.batch.processes is None else self.batch.sizes):
-            yield from (example if rank == self.batch.rank else None for example in range(theirs))
-
 
 class Draws:
     """The number of draws `per_batch` in one pass, the same on all processes that share it.
@@ -96,8 +89,8 @@ class Draws:
     length is read ahead to count them, so that a stream gives what a list of the same batches gives.
     """
 
-    def __init__(self, settings: Settings, processes: Processes | None, batch: MiniBatch) -> None:
-        self.settings, self.processes, self.batch = settings, processes, batch
+    def __init__(self, settings: Settings, processes: Processes | None) -> None:
+        self.settings, self.processes = settings, processes
         self.per_batch = settings.draws_over(0)
         self._counted = True
 
@@ -120,23 +113,16 @@ class Draws:
         every = [own] if self.processes is None else self.processes.exchanged(own)
         if error is not None:
             raise error
-        failed = [rank for rank, (_, _, failed) in enumerate(every) if failed]
-        if failed and self.batch.processes is not None:
-            raise XkfacError(f"process {failed[0]} failed to get its batches; its own error says why")
         self._counted = all(known for _, known, _ in every)
-        self.per_batch = self.settings.draws_over(self._together([number for number, _, _ in every]))
-        return () if failed else loader
-
-    def _together(self, batches: Sequence[int]) -> int:
-        """Return the batches of the pass from those of its processes; coupled ones have parts of the same batches."""
-        return sum(batches) if self.batch.processes is None else max(batches)
+        self.per_batch = self.settings.draws_over(sum(number for number, _, _ in every))
+        return () if any(failed for _, _, failed in every) else loader
 
     def check(self, batches: Sequence[int]) -> None:
         """Make sure that the number goes with the batches that came, by process.
 
         Raises XkfacError for a stream that was too large to be counted, and had fewer batches than was assumed.
         """
-        count = self._together(batches)
+        count = sum(batches)
         right = self.settings.draws_over(count)
         if right == self.per_batch:
             return

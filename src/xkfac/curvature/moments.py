@@ -40,7 +40,7 @@ from xkfac.curvature.blocks import Term, root_term
 from xkfac.curvature.gram import Gram
 from xkfac.curvature.input_moments import BATCH, ELEMENT, EXAMPLE, LOCATION, BatchDeviations, Deviations, Level
 from xkfac.curvature.patches import Patches
-from xkfac.curvature.processes import MiniBatch, Processes
+from xkfac.curvature.processes import Processes
 from xkfac.model.units import Unit
 
 Grouping = Literal["paper", "pooled", "hierarchical"]
@@ -108,22 +108,20 @@ ONE = Draw()
 class Moments:
     """Accumulates the factors of a unit over batches, for one grouping and form.
 
-    inputs: takes images of which the inputs x are the patches. batch: the mini-batch that gradients are of.
-    coupled: whether the examples of a mini-batch affect each other.
+    inputs: takes images of which the inputs x are the patches. coupled: whether the examples of a
+    mini-batch affect each other.
+
     Input factors are sums, gradient factors averages over positions, both per example, as the paper has them for
     convolutions. Batches count by their number of examples.
     """
 
-    def __init__(
-        self, patches: Patches, levels: tuple[Level, ...], form: Form, batch: MiniBatch, *, coupled: bool = True
-    ) -> None:
-        self.levels, self.batch = levels, batch
-        self._shape = patches.unit.shape
+    def __init__(self, patches: Patches, levels: tuple[Level, ...], form: Form, *, coupled: bool = True) -> None:
+        self.levels, self._shape = levels, patches.unit.shape
         self._coupled = coupled
         self.population = form == "mean" and len(levels) > 1
         # No level is taken from the mean of a mini-batch.
         self._alone = self.population or levels == KFAC
-        self.inputs = Deviations(patches, levels) if self._alone else BatchDeviations(patches, levels, batch)
+        self.inputs = Deviations(patches, levels) if self._alone else BatchDeviations(patches, levels)
         self._right = [Gram() for _ in levels]
         # On a CPU gradients of one position an example are held until there are enough of them, as they are: nobody
         # changes a gradient that another has, and a few large operations take less time than many small ones.
@@ -134,7 +132,7 @@ class Moments:
 
     def add_gradients(self, g: Tensor, draw: Draw = ONE) -> None:
         """Take the gradients g [groups, N, S, C] of one backward pass."""
-        if g.is_cuda or g.shape[2] > 1 or not self._alone or self.batch.processes is not None:
+        if g.is_cuda or g.shape[2] > 1 or not self._alone:
             self._add_gradients([g], draw)
             return
         if draw.weight != self._draw.weight:
@@ -153,11 +151,10 @@ class Moments:
     def _add_gradients(self, passes: list[Tensor], draw: Draw) -> None:
         """Take the gradients of backward passes; of several there is one position an example, and no mean is taken."""
         sums = [_beside(level) for level in zip(*(self._level_sums(g) for g in passes), strict=True)]
-        positions, examples = sums[0].shape[2], self.batch.whole(sums[0].shape[1])
-        blocks = [(1 if 1 in level else examples) * (1 if 2 in level else positions) for level in self.levels]
+        blocks = [one.shape[1] * one.shape[2] for one in sums]
         counts = [1 if self.population else fine // coarse for fine, coarse in pairwise(blocks)]
         for place, (total, part, count) in enumerate(zip(self._right, sums, [*counts, 1], strict=True)):
-            weight = (self.batch.share if 1 in self.levels[place] else 1.0) * draw.weight / positions
+            weight = draw.weight / sums[0].shape[2]
             if count > 1:  # (n H_k - H_{k+1}) / (n - 1), n blocks of this level in one of the next, as a Gram matrix
                 part = part - sums[place + 1] / count
                 weight *= count / (count - 1)
@@ -171,7 +168,7 @@ class Moments:
         sums = [g]
         for level in self.levels[1:]:
             sums.append(sums[-1].sum(level, keepdim=True))
-        return [self.batch.total(one) if 1 in level else one for one, level in zip(sums, self.levels, strict=True)]
+        return sums
 
     def _gradient_factors(self) -> list[Tensor | None]:
         """Return the sums of the levels' gradient factors, None where no gradient ever arrived."""

@@ -1,19 +1,14 @@
-"""The processes that share a curvature pass: what they agree on, what they add up, and the mini-batch at hand.
+"""The processes that share a curvature pass: what they agree on, and what they add up.
 
 A model that DistributedDataParallel wraps is the request to share, and says with whom. All that is sent lies on the
 model's device, symmetric matrices as triangles; nothing needs more of a backend than all_gather, all_reduce and
 broadcast, which Gloo and NCCL have.
-
-Under SyncBatchNorm the mini-batch is that of all processes: N is the number of its examples, and where a factor squares
-a sum over examples (A' and H'' of the paper's form, H'' of the mean form, the gradient of a whole batch), the sum runs
-over those of all processes. Each process then counts the square by its share of the examples, so that sums over
-processes have it once.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,102 +78,6 @@ class Processes:
         copy = tensor.detach().contiguous().clone()
         dist.broadcast(copy, dist.get_global_rank(self.group, owner), group=self.group)
         return copy
-
-
-class MiniBatch:
-    """The mini-batch at hand: a process has all of it, or a part where `processes` share it under SyncBatchNorm."""
-
-    def __init__(self, processes: Processes | None = None) -> None:
-        self.processes = processes
-        self.sizes: list[int] = [1] * (1 if processes is None else processes.size)
-
-    @property
-    def rank(self) -> int:
-        """Whose part this process has."""
-        return 0 if self.processes is None else self.processes.rank
-
-    def whole(self, own: int) -> int:
-        """Return the number N of examples of the mini-batch, of which this process has `own`."""
-        return own if self.processes is None else sum(self.sizes)
-
-    @property
-    def share(self) -> float:
-        """The part of the examples that this process has."""
-        return self.sizes[self.rank] / sum(self.sizes)
-
-    def steps(self, batches: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-        """Yield (number of examples, batch) of this process, all processes one mini-batch after the other.
-
-        Raises XkfacError, on every process, when one has no batch while another has one, or failed to get it.
-        """
-        if self.processes is None:
-            yield from batches
-            return
-        while True:
-            try:
-                step = next(batches, None)
-            except Exception:
-                self.processes.gathered(-1)
-                raise
-            self.sizes = self.processes.gathered(0 if step is None else step[0])
-            if -1 in self.sizes:
-                raise XkfacError(f"process {self.sizes.index(-1)} failed to get its next batch; its own error says why")
-            if not any(self.sizes):
-                return
-            if step is None or 0 in self.sizes:
-                most = max(self.sizes)
-                raise XkfacError(
-                    f"process {self.sizes.index(0)} has no batch where process {self.sizes.index(most)} has one of "
-                    f"{most} examples; a mini-batch under SyncBatchNorm needs a part from every process, so give all "
-                    "the same number of batches"
-                )
-            yield step
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the parts of a mini-batch."""
-        return tensor if self.processes is None else self.processes.total(tensor)
-
-    def mean(self, own: Tensor) -> Tensor:
-        """Return the mean over a mini-batch from that over the part of this process."""
-        return own if self.processes is None else self.total(own * self.share)
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all processes, [N, ...], from those of this one."""
-        if self.processes is None:
-            return tensor
-        most = tensor.new_zeros(max(self.sizes), *tensor.shape[1:])
-        most[: tensor.shape[0]] = tensor
-        every = [torch.empty_like(most) for _ in self.sizes]
-        dist.all_gather(every, most, group=self.processes.group)
-        return torch.cat([one[:size] for one, size in zip(every, self.sizes, strict=True)])
-
-    def own(self, rows: Tensor) -> Tensor:
-        """Return the rows of this process from those of all."""
-        return rows if self.processes is None else torch.split(rows, self.sizes)[self.rank]
-
-
-def mini_batch_of(model: nn.Module, processes: Processes | None) -> MiniBatch:
-    """Return the mini-batches of a pass: the SyncBatchNorm layers of a model, if any, couple those of its processes.
-
-    Raises XkfacError when they span other processes than those of the pass.
-    """
-    norms = {path: module for path, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)}
-    for path, norm in norms.items():
-        if not dist.is_available() or not dist.is_initialized():
-            return MiniBatch()  # the layer is an ordinary BN then
-        group = norm.process_group or dist.group.WORLD
-        spanned = dist.get_process_group_ranks(group)
-        if processes is None and len(spanned) > 1:
-            raise XkfacError(
-                f"'{path}' is a SyncBatchNorm over {len(spanned)} processes; give the pass the DistributedDataParallel "
-                "model, so that they share it, or use per-process BatchNorm layers"
-            )
-        if processes is not None and spanned != dist.get_process_group_ranks(processes.group):
-            raise XkfacError(
-                f"'{path}' is a SyncBatchNorm over processes {spanned}, which are not those that share the pass; use "
-                "one process group for both"
-            )
-    return MiniBatch(processes if norms else None)
 
 
 def shared_out(costs: Mapping[str, int], processes: int) -> dict[str, int]:

@@ -55,7 +55,6 @@ def check_batch(model: nn.Module, memory: Memory, batch: Any) -> None:
         per_parameter=memory.method.per_parameter,
         exclude=excluded_by(memory.method, model, memory.exclude),
         forward=checked,
-        synchronised=True,
     )
     check_structure(memory.coverage, coverage, size_of(batch))
 

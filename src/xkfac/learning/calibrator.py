@@ -2,10 +2,13 @@
 
 L_s approximates how the expected loss of the source grows, KL(p* || p) for p* what the network says at the anchor. It
 leaves out what couples the units, and all beyond second order, and a network is surer of its training examples than of
-others. The displacements that a target causes are where this shows: they go where the penalty finds it cheap. So a
-proxy task is learnt by a copy of the network, under the penalty itself, and on held-out examples the real divergence is
-compared with the predicted one along that path. Their ratio is the scale that the penalty lacks. A stronger penalty
-leads along another path, so the measurement is repeated under the penalty with the scale found.
+others. The displacements that a target causes are where this shows. So copies of the network learn made-up tasks, and
+on held-out examples the real divergence is compared with the predicted one along these paths.
+
+Their ratio grows with the distance, so it is read at one stated distance, where the real divergence is `RISE`. Steps
+are so short that many are needed to get there: the path is then that of the gradient flow, whatever the learning rate.
+No penalty acts on it: one that does may stop the network before it is there, and so near to the anchor it changes the
+ratio little.
 """
 
 from __future__ import annotations
@@ -14,15 +17,15 @@ import contextlib
 import copy
 import math
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xkfac.calibration import Calibration, CurvePoint
-from xkfac.errors import NotFiniteError, XkfacError
+from xkfac.calibration import RISE, Calibration, CurvePoint
+from xkfac.errors import XkfacError
 from xkfac.learning.extending import with_options
 from xkfac.learning.learner import Learner
 from xkfac.memory import Memory
@@ -32,25 +35,11 @@ from xkfac.model.merged_weight import bind
 from xkfac.model.passes import Progress, batches, check_loaded, device_of, full_precision, norms_of, untouched, unwrap
 from xkfac.penalty.quadratic import Penalty
 
-POINTS = 4  # of a path: its end, its half, its quarter, ...
-HALVINGS = 8  # of the learning rate, where steps are too long for the curvature
+LR = 0.2  # of plain SGD, to begin with
+SHORTEST, LONGEST = 8, 140  # steps of a path
+ATTEMPTS = 12  # at a path, each with shorter steps
 DRAWS = 4  # labels drawn for each held-out example
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How a path is learnt."""
-
-    steps: int
-    lr: float
-    damping: float
-    seed: int
-
-    @property
-    def stops(self) -> list[int]:
-        """The steps after which the network is measured."""
-        return sorted({math.ceil(self.steps / 2**k) for k in range(POINTS)})
 
 
 def calibrate(
@@ -59,12 +48,9 @@ def calibrate(
     held_out: Iterable[Any],
     *,
     proxy: Iterable[Any] | None = None,
-    rounds: int = 3,
-    steps: int = 160,
-    lr: float = 0.02,
-    damping: float = 1e-4,
+    tasks: int = 3,
     forward: Forward | None = None,
-    max_batches: int | None = 64,
+    max_batches: int | None = 32,
     seed: int = 0,
     progress: Progress = False,
 ) -> Memory:
@@ -73,19 +59,20 @@ def calibrate(
     held_out: examples of the source that the network was not trained on, of all tasks that the memory stands for;
     labels are not needed. They are kept while this runs, at most `max_batches` batches. proxy: other inputs, nearer to
     the targets to come, labels not needed either; by default every other batch of `held_out` is learnt from and the
-    rest measures. `rounds` paths of `steps` steps of SGD with momentum 0.9 are learnt, from the rate `lr`, or what the
-    penalty bears, along a cosine. `damping` is that of the learner to come. forward: by default the memory's. The model
-    is left as it was, bit by bit.
+    rest measures. tasks: how many made-up tasks are learnt; what each of them gave is in `scales`. forward: by default
+    the memory's. The model is left as it was, bit by bit.
 
     Raises MismatchError when the model is not at the memory's anchor, XkfacError for a memory without a penalty, data
-    too few, or a path along which nothing could be measured.
+    too few, or tasks with which nothing could be measured.
     """
-    _check(memory, rounds, steps, lr)
+    if not memory.method.penalised or not memory.units:
+        raise XkfacError(f"a memory of method '{memory.method.name}' has no penalty that could be calibrated")
+    if tasks < 1:
+        raise XkfacError(f"tasks of a calibration must be at least 1, not {tasks}")
     model = unwrap(model)
     check_loaded(model)
-    memory = with_options(memory, forward=forward)
+    memory = replace(with_options(memory, forward=forward), calibration=None)
     run = memory.forward or default_forward
-    way = _Way(steps, lr, damping, seed)
     with untouched(model):
         measuring = _kept(held_out, max_batches, progress, "held-out")
         if proxy is None:
@@ -94,28 +81,18 @@ def calibrate(
             learning = _kept(proxy, max_batches, progress, "proxy")
         model.eval()
         source = _Source(model, memory, run, measuring, seed)
-        task = _ProxyTask(model, memory.likelihood, run, learning, seed)
-        scale = 1.0
-        for _ in range(rounds):
-            curve, way = _measured(model, memory, source, task, scale, way)
-            calibration = Calibration.of(curve, source.examples)
-            scale = calibration.scale
-            if not 0 < scale < math.inf:
-                raise XkfacError(
-                    "the source's loss did not rise along the calibration's path, so the scale of the penalty cannot "
-                    "be measured; raise lr or steps, or give more held-out examples"
-                )
+        curves, lr = [], LR
+        for one in range(seed, seed + tasks):
+            task = _ProxyTask(model, memory.likelihood, run, learning, one)
+            curve, lr = _measured(model, memory, source, task, lr)
+            curves.append(curve)
+    calibration = Calibration.of(curves, source.examples)
+    if not 0 < calibration.scale < math.inf:
+        raise XkfacError(
+            "the source's loss did not rise while a made-up task was learnt, so the scale of the penalty cannot be "
+            "measured; give more held-out examples"
+        )
     return replace(memory, calibration=calibration)
-
-
-def _check(memory: Memory, rounds: int, steps: int, lr: float) -> None:
-    if not memory.method.penalised or not memory.units:
-        raise XkfacError(f"a memory of method '{memory.method.name}' has no penalty that could be calibrated")
-    for name, value in (("rounds", rounds), ("steps", steps)):
-        if value < 1:
-            raise XkfacError(f"{name} of a calibration must be at least 1, not {value}")
-    if not 0 < lr < math.inf:
-        raise XkfacError(f"lr of a calibration must be a positive number, not {lr}")
 
 
 def _kept(loader: Iterable[Any], max_batches: int | None, progress: Progress, what: str) -> list[Any]:
@@ -137,25 +114,28 @@ def _halves(kept: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _measured(
-    model: nn.Module, memory: Memory, source: _Source, task: _ProxyTask, scale: float, way: _Way
-) -> tuple[list[CurvePoint], _Way]:
-    """Return the curve of a path under `scale` times the penalty, and how it was learnt: in steps short enough for it.
+    model: nn.Module, memory: Memory, source: _Source, task: _ProxyTask, lr: float
+) -> tuple[list[CurvePoint], float]:
+    """Return the curve of a task, to where the real rise is `RISE` or at most `LONGEST` steps, and its learning rate.
 
-    Learning starts from a penalty of zero, so where it descends, the scaled penalty stays below the loss at the start.
+    A path that gets there in fewer than `SHORTEST` steps, or diverges, is learnt again in shorter ones.
     """
-    for _ in range(HALVINGS):
+    for _ in range(ATTEMPTS):
         curve: list[CurvePoint] = []
-        path = _path(model, memory, task, scale, way)
-        with contextlib.suppress(NotFiniteError):  # the learner notices a path that diverges before its next stop
-            for network in path:
+        with contextlib.closing(_path(model, memory, task, lr)) as path:
+            for step, network in path:
                 curve.append(source.point(network))
-                if not (scale * curve[-1].predicted <= task.start and math.isfinite(curve[-1].real)):
-                    path.close()
-                    break
+                if not curve[-1].real < RISE:
+                    if step < SHORTEST or not math.isfinite(curve[-1].real):
+                        break
+                    return curve, lr
             else:
-                return curve, way
-        way = replace(way, lr=way.lr / 2)
-    raise XkfacError(f"the calibration's path diverges even at a learning rate of {2 * way.lr:.2g}; pass a smaller lr")
+                return curve, lr
+        lr /= 4
+    raise XkfacError(
+        f"a made-up task diverges even at a learning rate of {4 * lr:.2g}, so the penalty cannot be calibrated; check "
+        "that the held-out inputs are those that the network was trained on"
+    )
 
 
 class _Source:
@@ -213,8 +193,8 @@ class _ProxyTask:
     """A task made from inputs alone: through a new readout, answer each example as the network answers another one.
 
     The answers are drawn from the network's output for an example of another batch. The readout is linear over
-    dimension 1 of the standardised outputs, near zero at first, and gives outputs on their own scale, so it goes with
-    any likelihood.
+    dimension 1 of the standardised outputs, drawn at random, and gives outputs on their own scale, so it goes with any
+    likelihood. Such answers are wrong from the start, so it takes few steps until the network has to move.
     """
 
     def __init__(self, model: nn.Module, likelihood: Likelihood, run: Forward, kept: Sequence[Any], seed: int) -> None:
@@ -230,13 +210,13 @@ class _ProxyTask:
             flat = torch.cat([_channels(output).transpose(0, 1).flatten(1) for output in outputs], 1).to(wide)
             std, self.mean = torch.std_mean(flat, 1, correction=0)
             self.std = std.clamp(min=1e-6)
-            losses = [self.loss(model, self.readout(seed), index) for index in range(len(kept))]
-            self.start = torch.stack(losses).mean().item()
+        self.seed = seed
 
-    def readout(self, seed: int) -> nn.Parameter:
+    def readout(self) -> nn.Parameter:
         """Return a new readout [channels, channels + 1], its bias last."""
         channels = len(self.mean)
-        weight = torch.randn(channels, channels, generator=torch.Generator().manual_seed(seed)) * (0.1 / channels**0.5)
+        drawn = torch.randn(channels, channels, generator=torch.Generator().manual_seed(self.seed))
+        weight = drawn / channels**0.5
         return nn.Parameter(torch.cat([weight, torch.zeros(channels, 1)], 1).to(self.mean))
 
     def loss(self, model: nn.Module, readout: Tensor, index: int) -> Tensor:
@@ -270,24 +250,25 @@ def _release(network: nn.Module, memory: Memory) -> None:
 
 
 def _path(
-    model: nn.Module, memory: Memory, task: _ProxyTask, scale: float, way: _Way
-) -> Generator[nn.Module, None, None]:
-    """Learn the proxy task with a copy of the network under `scale` times the penalty; yield the copy at the stops."""
+    model: nn.Module, memory: Memory, task: _ProxyTask, lr: float
+) -> Generator[tuple[int, nn.Module], None, None]:
+    """Learn a task with a copy of the network, its BN as the method has it; yield steps and copy, ever more rarely."""
     network = copy.deepcopy(model)
-    memory = replace(memory, calibration=None)  # one of before is what this measures anew
-    torch.manual_seed(way.seed)
+    torch.manual_seed(task.seed)
     _release(network, memory)
-    readout = task.readout(way.seed)
+    readout = task.readout()
     learnt = [readout, *(parameter for parameter in network.parameters() if parameter.requires_grad)]
-    with Learner(network, memory, damping=way.damping, strength=scale, penalty_every=1) as learner, torch.enable_grad():
+    with Learner(network, memory) as learner, torch.enable_grad():
         learner.begin(task.kept, forward=task.run)
-        optimizer = torch.optim.SGD(learnt, min(way.lr, 0.5 * learner.stable_lr(0.9)), momentum=0.9)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, way.steps)
-        for step, index in enumerate(islice(cycle(range(len(task.kept))), way.steps), 1):
+        optimizer = torch.optim.SGD(learnt, lr)
+        stop = 1
+        for step, index in enumerate(cycle(range(len(task.kept))), 1):
             network.train()
             optimizer.zero_grad()
-            learner.backward(task.loss(network, readout, index))
+            task.loss(network, readout, index).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            schedule.step()
-            if step in way.stops:
-                yield network
+            if step == stop:
+                yield step, network
+                stop += max(1, step // 2)
+                if stop > LONGEST:
+                    return

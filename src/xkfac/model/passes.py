@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from xkfac.errors import XkfacError
 from xkfac.model.batches import size_of, to_device
+from xkfac.model.hooks import replace_forward, runs_its_class
 from xkfac.model.renorm import _BatchRenorm
 
 Statistics = Literal["batch", "population"]
@@ -90,6 +91,18 @@ def set_mode(model: nn.Module, statistics: Statistics) -> None:
         # Not norm.train(): a BN with a dropout or an activation inside must not put these in training mode.
         norm.training = statistics == "batch"
         norm.track_running_stats = False
+
+
+@contextmanager
+def norms_per_process(model: nn.Module) -> Iterator[None]:
+    """Have SyncBatchNorm layers normalise with the examples of their own process, as other BN layers do."""
+    synchronised = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+    replaced = [replace_forward(module, _BatchNorm.forward) for module in synchronised if runs_its_class(module)]
+    try:
+        yield
+    finally:
+        for one in replaced:
+            one.remove()
 
 
 @contextmanager

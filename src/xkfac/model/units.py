@@ -197,17 +197,16 @@ def find_units(
     per_parameter: bool = False,
     exclude: Iterable[str] = (),
     forward: Forward | None = None,
-    synchronised: bool = False,
 ) -> Coverage:
     """Run `model` once on `batch` and return its units.
 
     With `merge=False` nothing is merged: a layer and the BN behind it are two units, and that of a BN holds its gamma,
     beta, mu and sigma one by one. With `per_parameter` every parameter is a free one (plain EWC). `exclude` names
     parameters, modules (all their parameters) or patterns such as "head*" that are left out. `forward(model, batch)`
-    says how the model takes a batch. `synchronised` admits SyncBatchNorm layers, for a pass that their processes share.
+    says how the model takes a batch.
 
-    Raises UnitError for BN layers that have no merged weight of their own: without running statistics, synchronised
-    across processes, called more than once, with a gamma or beta that is transformed or shared, or with a first
+    Raises UnitError for BN layers that have no merged weight of their own: without running statistics,
+    called more than once, with a gamma or beta that is transformed or shared, or with a first
     dimension that is not the batch.
     """
     model = unwrap(model)
@@ -221,7 +220,7 @@ def find_units(
         model.eval()
         output = (forward or default_forward)(model, batch)
     trace._use(list(tensors(output)), None, ())
-    units = [] if per_parameter else list(_layers_and_norms(trace, size_of(batch), merge, excluded, synchronised))
+    units = [] if per_parameter else list(_layers_and_norms(trace, size_of(batch), merge, excluded))
     taken = {name for unit in units for name in parameters_of(model, unit)}
     for name, parameter in model.named_parameters():
         if name not in taken and name not in excluded:
@@ -242,9 +241,7 @@ def parameters_of(model: nn.Module, unit: Unit) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _layers_and_norms(
-    trace: _Discovery, size: int, merge: bool, excluded: set[str], synchronised: bool
-) -> Iterator[Unit]:
+def _layers_and_norms(trace: _Discovery, size: int, merge: bool, excluded: set[str]) -> Iterator[Unit]:
     merged: set[str] = set()
     faults: dict[str, str] = {}
     for weight, layer in trace.layers.items():
@@ -262,7 +259,7 @@ def _layers_and_norms(
         # Read as an affine map, a lone BN without gamma and beta is a constant; its mu and sigma by themselves are not.
         if excluded.intersection([path, *affine]) or (merge and path not in merged and not affine):
             continue
-        fault = _fault_of(trace, path, size, synchronised and merge)
+        fault = _fault_of(trace, path, size)
         if fault is not None:
             faults[path] = fault
         elif path not in merged:
@@ -320,14 +317,9 @@ def _norm_behind(trace: _Discovery, layer: _Layer) -> str | None:
     return next(iter(users)) if len(users) == 1 else None
 
 
-def _fault_of(trace: _Discovery, path: str, size: int, synchronised: bool) -> str | None:
+def _fault_of(trace: _Discovery, path: str, size: int) -> str | None:
     """Return why a BN has no merged weight of its own, and what to do about it; None if it has one."""
     norm, inputs = trace.norms[path], trace.norm_inputs[path]
-    if isinstance(norm, nn.SyncBatchNorm) and not synchronised:
-        return (
-            "is a SyncBatchNorm, whose statistics span processes; give a merged method the DistributedDataParallel "
-            "model, use per-process BatchNorm layers"
-        )
     if norm.running_mean is None:
         return "has no running statistics, so it has no anchor; build it with track_running_stats=True"
     if len(inputs) > 1:

@@ -10,9 +10,8 @@ import pytest
 from matplotlib.colors import to_hex
 from scipy.stats import spearmanr
 
-from xkfac.errors import XkfacError
 from xkfac.experiments.report import scatter, styles
-from xkfac.experiments.report.scatter import Correlation, correlations, draw_scatter, rank_correlation
+from xkfac.experiments.report.scatter import draw_scatter, rank_correlation
 from xkfac.experiments.tuning.trials import Point
 
 LRS, DAMPINGS = (0.1, 0.05, 0.02), (1e-4, 1e-5)
@@ -67,17 +66,6 @@ def test_rank_correlation_with_equal_accuracies_is_that_of_scipy():
     for _ in range(30):
         pairs = [(source.randrange(5), source.randrange(5)) for _ in range(12)]
         assert rank_correlation([point(x, y) for x, y in pairs]) == pytest.approx(spearmanr(pairs).statistic)
-
-
-def test_correlations_are_told_panel_by_panel_over_all_methods_and_for_each():
-    found = correlations(made_up(("Birds",)))
-    assert [(each.task, each.balanced, each.label, each.count) for each in found] == [
-        ("Birds", balanced, label, count)
-        for balanced in (True, False)
-        for label, count in (("", 12), ("K-FAC", 6), ("XK-FAC", 6))
-    ]
-    assert [each.value for each in found if each.label] == pytest.approx([1, 1, -1, -1])
-    assert correlations([point(x, x) for x in (1.0, 2.0, 3.0)]) == [Correlation("t", True, "", pytest.approx(1), 3)]
 
 
 # ---------------------------------------------------------------- figure
@@ -156,16 +144,9 @@ def test_the_same_points_give_the_same_bytes_and_settings_of_matplotlib_stay(tmp
 
 def test_one_row_where_alpha_was_never_or_always_adapted_and_a_word_where_there_is_nothing(tmp_path, monkeypatch):
     points = made_up(("Birds",), balances=(False,))
-    assert scatter._places(points) == [(False, "Birds")]
+    assert list(drawn_axes(points, tmp_path, monkeypatch)[1]) == ["Birds, without α"]
     points += made_up(("Cars",), balances=(True,))
     drawn, axes = drawn_axes(points, tmp_path, monkeypatch)
     assert list(axes) == ["Birds, with α", "Cars, with α", "Birds, without α", "Cars, without α"]
     assert [text.get_text() for text in axes["Birds, with α"].texts] == ["no results"]
     assert "Birds, with α: no results." in drawn.alt
-
-
-def test_without_points_there_is_no_figure(tmp_path):
-    for points in ([], [point(None, None)]):
-        with pytest.raises(XkfacError, match="no setting of hyperparameters has accuracies yet"):
-            draw_scatter("key", points, tmp_path)
-    assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from urllib.request import urlopen
 
 import torch
@@ -22,6 +22,7 @@ from xkfac.errors import XkfacError
 from xkfac.experiments.files import at_home, read_regular, replace_file
 from xkfac.experiments.packages import imported
 
+DataSet = Literal["mnist", "digits"]
 DIGITS_TEST = 400
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
 TIMEOUT = 30.0
@@ -106,7 +107,7 @@ def batches(count: int, size: int, *, seed: int, task: int, epoch: int) -> Tenso
 
 
 def load(
-    name: str, folder: Path | str | None, *, validation: int, train: int | None = None, download: bool = False
+    name: DataSet, folder: Path | str | None, *, validation: int, train: int | None = None, download: bool = False
 ) -> Parts:
     """Return the parts of the data set `name`, split the same way everywhere.
 
@@ -119,7 +120,7 @@ def load(
 
     Raises DataError when a file is missing or damaged, or there are too few examples.
     """
-    source = {"digits": _digits, "mnist": lambda: _mnist(folder, download)}[name]()
+    source = _digits() if name == "digits" else _mnist(folder, download)
     order = torch.randperm(len(source.labels), generator=stream("split", name), device="cpu")
     rest = len(order) - validation
     if rest < (train or 1):

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import io
 import json
 import math
-import multiprocessing
 import os
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from xkfac.experiments.data.digits import DataError, Part, Parts
 from xkfac.experiments.data.tree_files import FORMATS, MOST_PIXELS, reader
@@ -30,7 +26,7 @@ from xkfac.experiments.packages import imported
 
 PART_NAMES = ("train", "validation", "test")
 VERSION = 1  # of what a cache file holds
-BLOCK = 64  # pictures that a process decodes at a time
+FEW = 64  # images that one process has decoded before others are started
 
 Resize = Literal["squash", "crop"]
 Progress = Callable[[int, int], None]
@@ -54,7 +50,7 @@ def load_pictures(
     resizes the shorter side to 256 / 224 of it and takes the centre, of which evaluation leaves out a border. Both
     resize as torchvision does; colours are RGB, and orientation tags are not heeded.
     validation, limit: see `Tree.split`; the validation part does not depend on `limit`.
-    workers: processes that decode; with more than one a script needs its `if __name__ == "__main__"`.
+    workers: processes that decode.
     progress: called with how many images are decoded, and of how many. parts: images of others are not opened.
 
     The cache is the folder XKFAC_CACHE, by default ~/.cache/xkfac. Processes that ask for the same wait for the first.
@@ -68,32 +64,44 @@ def load_pictures(
     asked = {part: entries if part in parts else () for part, entries in everything.items()}
     folder = at_home(os.environ.get("XKFAC_CACHE") or "~/.cache/xkfac") / "pictures"
     files = {part: folder / _cache_name(tree.path, part, asked[part], stored, resize) for part in PART_NAMES}
-    with _Decoder(tree.path, stored, resize, workers) as decoder:
-        _fill({files[part]: asked[part] for part in PART_NAMES if asked[part]}, decoder, progress)
+    missing = {files[part]: of for part, of in asked.items() if of and not _whole(files[part], len(of) * _size(stored))}
+    total, done = sum(map(len, missing.values())), 0
+    for file, entries in missing.items():
+        images = _Decoded(tree.path, [entry.name for entry in entries], stored, resize)
+        for count in _write(file, images, _size(stored), workers if len(entries) > FEW else 1):
+            done += count
+            if progress:
+                progress(done, total)
     part_of = {part: Part(_mapped(files[part], len(of), stored), labels_of(of)) for part, of in asked.items()}
     return Parts(**part_of, classes=tree.classes)
 
 
-def _fill(files: Mapping[Path, Sequence[ImageFile]], decoder: _Decoder, progress: Progress | None) -> None:
-    """Write those cache files that are not there as a whole."""
-    missing = {path: entries for path, entries in files.items() if not _whole(path, len(entries) * decoder.size)}
-    total, done = sum(map(len, missing.values())), 0
-    for path, entries in missing.items():
-        try:
-            with _claimed(path, len(entries) * decoder.size) as file:
-                if file is None:
-                    done += len(entries)
-                    continue
-                for block in decoder.blocks([entry.name for entry in entries]):
-                    file.write(block)
-                    done += len(block) // decoder.size
-                    if progress:
-                        progress(done, total)
-        except OSError as error:
-            raise DataError(
-                f"the cache '{path.parent}' cannot be written ({error}); free space there, or name another folder in "
-                "the variable XKFAC_CACHE"
-            ) from error
+def _write(path: Path, images: _Decoded, size: int, workers: int) -> Iterator[int]:
+    """Write a cache file of images of a size in bytes, unless another process has by now; yield how many are done."""
+    try:
+        with _claimed(path, len(images) * size) as file:
+            if file is None:
+                yield len(images)
+                return
+            beside = torch.Generator()  # torch's own generator stays as it is
+            for image in DataLoader(images, None, num_workers=0 if workers == 1 else workers, generator=beside):
+                if isinstance(image, DataError):
+                    raise image
+                file.write(image)
+                yield 1
+    except OSError as error:
+        raise DataError(
+            f"the cache '{path.parent}' cannot be written ({error}); free space there, or name another folder in "
+            "the variable XKFAC_CACHE"
+        ) from error
+    except RuntimeError as error:
+        raise DataError(
+            f"a process that decodes images ended early, is memory short? ({error}); use one worker"
+        ) from error
+
+
+def _size(stored: int) -> int:
+    return 3 * stored * stored
 
 
 def _cache_name(path: Path, part: str, entries: Sequence[ImageFile], stored: int, resize: str) -> str:
@@ -141,66 +149,24 @@ def _claimed(path: Path, size: int) -> Iterator[BinaryIO | None]:
             part.unlink(missing_ok=True)
 
 
-class _Decoder:
-    """Decodes pictures of a tree to bytes [3, stored, stored], in this process or, with more workers, in others."""
+class _Decoded(Dataset[bytes | DataError]):
+    """The images of a tree by their place among some names, decoded to bytes [3, stored, stored]."""
 
-    def __init__(self, path: Path, stored: int, resize: Resize, workers: int) -> None:
-        self.size = 3 * stored * stored
-        self._path, self._stored, self._resize = path, stored, resize
-        self._workers = workers
-        self._pool: ProcessPoolExecutor | None = None
+    def __init__(self, path: Path, names: Sequence[str], stored: int, resize: Resize) -> None:
+        self._path, self._names, self._stored, self._resize = path, names, stored, resize
+        self._read: Callable[[str], bytes] | None = None
 
-    def __enter__(self) -> _Decoder:
-        return self
+    def __len__(self) -> int:
+        return len(self._names)
 
-    def __exit__(self, *_: object) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-
-    def blocks(self, names: Sequence[str]) -> Iterator[bytes]:
-        """Yield the bytes of the pictures in order, of up to BLOCK at a time."""
-        groups = [names[start : start + BLOCK] for start in range(0, len(names), BLOCK)]
-        if self._workers == 1 or len(groups) == 1:  # starting processes would take longer
-            read = reader(self._path)
-            for group in groups:
-                yield _decoded(read, self._path, group, self._stored, self._resize)
-            return
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(self._workers, multiprocessing.get_context("spawn"))
-        waiting: deque[Future[bytes]] = deque()
+    def __getitem__(self, index: int) -> bytes | DataError:
+        """Return an image; an error is returned, because one that is raised in another process comes with a trace."""
+        self._read = self._read or reader(self._path)  # each process opens the tree once
+        name = self._names[index]
         try:
-            for group in groups:
-                waiting.append(self._pool.submit(_decoded_apart, self._path, group, self._stored, self._resize))
-                if len(waiting) > 2 * self._workers:  # so that finished blocks do not pile up
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool as error:
-            raise DataError(
-                f"a process that decodes pictures of '{self._path}' ended early, for want of memory or of a script's "
-                f'`if __name__ == "__main__"` ({error}); use one worker'
-            ) from error
-
-
-_one_reader = functools.cache(reader)
-
-
-def _decoded_apart(path: Path, names: Sequence[str], stored: int, resize: Resize) -> bytes:
-    """Decode in a process of a pool, which opens its tree once: it lives no longer than one load."""
-    return _decoded(_one_reader(path), path, names, stored, resize)
-
-
-def _decoded(read: Callable[[str], bytes], path: Path, names: Sequence[str], stored: int, resize: Resize) -> bytes:
-    """Return the bytes [len(names), 3, stored, stored] of pictures."""
-    pictures = []
-    for name in names:
-        try:
-            pictures.append(decoded(read(name), stored, resize))
+            return decoded(self._read(name), self._stored, self._resize)
         except Exception as error:  # readers of damaged files raise whatever they meet
-            raise DataError(
-                f"'{name}' of '{path}' cannot be read as a picture ({error}); replace or remove it"
-            ) from None
-    return b"".join(pictures)
+            return DataError(f"'{name}' of '{self._path}' cannot be read as a picture ({error}); replace or remove it")
 
 
 def decoded(content: bytes, stored: int, resize: Resize) -> bytes:

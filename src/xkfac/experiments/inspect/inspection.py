@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from xkfac.calibration import Calibration
 from xkfac.curvature.blocks import Block, KhatriRao, Kronecker
 from xkfac.curvature.operator import Settings
 from xkfac.experiments.inspect.entries import MeanEntry, approximations, derivable, mean_absolute, over_blocks
@@ -115,7 +116,8 @@ def _is_averaged(memory: Memory) -> bool:
 def _calibration(memory: Memory) -> dict[str, Any] | None:
     if memory.calibration is None:
         return None
-    return {**asdict(memory.calibration), "curve": [asdict(point) for point in memory.calibration.curve]}
+    found = asdict(memory.calibration)
+    return {**found, "curve": list(found["curve"]), "scales": list(found["scales"])}
 
 
 def _over_units(entries: Sequence[Mapping[str, MeanEntry]]) -> dict[str, Any]:
@@ -135,8 +137,7 @@ def facts(found: Mapping[str, Any]) -> dict[str, str]:
     if found["entries"]["note"]:
         shown["note"] = found["entries"]["note"]
     if found["calibration"]:
-        scale, radius, examples = (found["calibration"][name] for name in ("scale", "radius", "examples"))
-        shown["calibration"] = f"scale {scale:.3g}, radius {radius:.3g}, measured on {examples} examples"
+        shown["calibration"] = str(Calibration.read(found["calibration"]))
     return shown
 
 

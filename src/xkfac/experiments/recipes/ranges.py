@@ -44,6 +44,7 @@ _RANGES: Mapping[type, Mapping[str, Kind]] = {
         "strength": _number(0),
         "momentum": _number(0, 1),
         "label_smoothing": _number(0, 1),
+        "keep": Kind("average, all or at least 1", lambda value: isinstance(value, str) or 1 <= value <= _MANY),
         "bn_momentum": Kind("above 0 and at most 1", lambda value: 0 < value <= 1),
     },
     Recipe: {

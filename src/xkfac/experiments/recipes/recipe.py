@@ -121,7 +121,7 @@ class Line:
     the line whose method is `single`.
     curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}.
     consolidate: the part of a task that its curvature is estimated on, `train` or `validation`; batches: at most so
-    many batches of it, 0 for all. keep: `average` the factors over tasks, or keep `all` terms.
+    many batches of it, 0 for all. keep: `average` the factors over tasks, keep `all` terms, or at most so many.
     grid: values of `lr` and `damping` that `xkfac tune` chooses from for each task, on its validation split.
     sweep: strengths, or { lr = [...] }, that the line is run at, each as a line of its own (see `sweeps.py`).
     Such a line says here what it is a point of.
@@ -161,7 +161,7 @@ class Line:
     curvature: Mapping[str, Any] = field(default_factory=dict)
     consolidate: Literal["train", "validation"] = "train"
     batches: int = 0
-    keep: Literal["average", "all"] = "average"
+    keep: Literal["average", "all"] | int = "average"
     grid: Mapping[str, Any] = field(default_factory=dict)
     sweep: Mapping[str, Any] = field(default_factory=dict)
 

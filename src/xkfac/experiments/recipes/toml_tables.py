@@ -93,7 +93,8 @@ def typed(value: Any, hint: Any, where: str) -> Any:
             raise RecipeError(f"{where} is {shown(value)}{close}; it must be one of {', '.join(map(str, options))}")
         return value
     if origin in (Union, types.UnionType):
-        return typed(value, next(option for option in options if option is not type(None)), where)
+        whole = int in options and type(value) is int
+        return typed(value, int if whole else next(option for option in options if option is not type(None)), where)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise RecipeError(f"{where} is {shown(value)}; it must be a list")

@@ -298,7 +298,7 @@ class JobRun:
             )
             if self.line.calibrated:
                 held_out = self._batches(self.sequence.fixed(stage.task, "validation"), stage)
-                self.memory = calibrate(self.model, self.memory, held_out, damping=self.line.damping, seed=seed)
+                self.memory = calibrate(self.model, self.memory, held_out, seed=seed)
         else:
             learner = Learner(self.model, self.memory)
             # The stage was learnt with a learner of its own, before the weights of an epoch were chosen.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -41,9 +41,13 @@ class RunStatus:
         """Return how far the run in a folder is; a damaged one is said to be so, and why in `reason`."""
         try:
             run = RunFolder.open(path)
-            results = [job.result() for job in run.jobs()]
+            return cls.from_results(run, [job.result() for job in run.jobs()])
         except XkfacError as error:
             return cls(str(path), "?", "damaged", 0, 0, 0, 0, None, reason=str(error))
+
+    @classmethod
+    def from_results(cls, run: RunFolder, results: Sequence[JobResult]) -> RunStatus:
+        """Return how far a run is whose jobs have these results."""
         done = sum(job.done for job in results)
         state = "complete" if done == len(results) else "running" if run.in_use() else "interrupted"
         latest = [curve[-1] for job in results if (curve := job.average_accuracy())]
@@ -52,7 +56,7 @@ class RunStatus:
         passed = sum(epochs_of(run.recipe, job.line) if job.done else len(job.epochs) for job in results)
         accuracy = sum(known) / len(known) if known else None
         diverged = sum(job.diverged is not None for job in results)
-        return cls(str(path), run.recipe.name, state, done, len(results), passed, epochs, accuracy, diverged)
+        return cls(str(run.path), run.recipe.name, state, done, len(results), passed, epochs, accuracy, diverged)
 
     def cells(self) -> list[str]:
         """Return the cells of its row in a table."""
@@ -65,10 +69,6 @@ class RunStatus:
             f"{self.epochs_done}/{self.epochs}",
             accuracy,
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return asdict(self)
 
 
 def epochs_of(recipe: Recipe, name: str) -> int:
@@ -130,29 +130,23 @@ class Display(LiveDisplay):
     def show(self, run: RunFolder, running: list[JobFolder]) -> None:
         """Show a run and the jobs that are running."""
         if self._due:
-            rows = [_job_cells(run.recipe.lines[job.line], job) for job in running] if self._live is not None else []
-            self._show(self._head(run), ("task", "epoch", "validation", "average so far"), rows)
+            results = {job.path: self._done.get(job.path) or job.result() for job in run.jobs()}
+            self._done = {path: result for path, result in results.items() if result.done}
+            rows = [_job_cells(run.recipe.lines[job.line], results[job.path]) for job in running]
+            head = self._head(RunStatus.from_results(run, list(results.values())))
+            self._show(head, ("task", "epoch", "validation", "average so far"), rows)
 
-    def _head(self, run: RunFolder) -> str:
+    def _head(self, run: RunStatus) -> str:
         """Return the line about the whole run."""
-        for job in run.jobs():
-            if job.path not in self._done and (result := job.result()).done:
-                self._done[job.path] = result
-        recipe = run.recipe
-        total = sum(epochs_of(recipe, job.line) for job in run.jobs())
-        passed = sum(
-            epochs_of(recipe, job.line) if job.path in self._done else len(job.result().epochs) for job in run.jobs()
-        )
         if self._first is None:
-            self._first = passed
-        head = f"{run.recipe.name}: {len(self._done)}/{len(run.jobs())} jobs, {passed}/{total} epochs"
-        since, new = self._clock() - self._start, passed - self._first
-        return f"{head}, {_duration(since / new * (total - passed))} left" if new > 0 else head
+            self._first = run.epochs_done
+        head = f"{run.recipe}: {run.jobs_done}/{run.jobs} jobs, {run.epochs_done}/{run.epochs} epochs"
+        since, new = self._clock() - self._start, run.epochs_done - self._first
+        return f"{head}, {_duration(since / new * (run.epochs - run.epochs_done))} left" if new > 0 else head
 
 
-def _job_cells(line: Line, job: JobFolder) -> list[str]:
-    result = job.result()
-    name = f"{line.label}, seed {job.seed}"
+def _job_cells(line: Line, result: JobResult) -> list[str]:
+    name = f"{line.label}, seed {result.seed}"
     if not result.epochs:
         return [name, "-", "-", "-", "-"]
     last = result.epochs[-1]

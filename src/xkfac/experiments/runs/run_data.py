@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.data.augmentation import Augmentation
@@ -20,33 +18,10 @@ from xkfac.experiments.files import at_home
 from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.networks.weights import is_download, load_source
 from xkfac.experiments.recipes.recipe import Images, Line, Recipe
-from xkfac.experiments.runs.tasks import ImageTasks, PermutedTasks, TaskSequence
+from xkfac.experiments.runs.tasks import ImageTasks, PermutedTasks
 
 PartName = Literal["train", "validation", "test"]
 PARTS: tuple[PartName, ...] = ("train", "validation", "test")
-
-
-class RunData:
-    """What all jobs of a recipe share. classes: how many each task of images has."""
-
-    classes: Mapping[str, int]
-
-    def sequence(self, line: Line, seed: int) -> TaskSequence:
-        """Return what a job learns."""
-        raise NotImplementedError
-
-    def check(self, recipe: Recipe) -> None:
-        """Try what every job will need: the network and its weights, and the layers that tasks own."""
-        for name, line in recipe.lines.items():
-            try:
-                if line.own:
-                    self._network(line, recipe.seed)
-            except XkfacError as error:
-                raise DataError(f"lines.{name}: {error}") from None
-
-    def _network(self, line: Line, seed: int) -> nn.Module:
-        """Return a network with the layers that tasks of a line own."""
-        raise NotImplementedError
 
 
 def load_run_data(
@@ -60,7 +35,7 @@ def load_run_data(
     parts: Sequence[PartName] = PARTS,
     workers: int = 1,
     progress: Callable[[int, int], None] | None = None,
-) -> RunData:
+) -> PermutedData | ImageData:
     """Return the data of a recipe from the data folder, on a device.
 
     download: fetch what is missing, where that is possible. classes, tasks, parts: load only these tasks and parts of
@@ -75,14 +50,15 @@ def load_run_data(
         if data.measure == "validation":
             loaded = replace(loaded, test=loaded.validation)
         permuted = PermutedData(loaded.to(place))
-        permuted.check(recipe)
+        _check_layers(permuted, recipe)
         return permuted
     images, where = recipe.images, at_home(folder) if folder else None
     asked = [name for name in recipe.tasks if tasks is None or name in tasks]
     trees = {name: Tree.read(find_tree(recipe.tasks[name].tree, where)) for name in asked}
     counts = {**(classes or {}), **{name: len(tree.classes) for name, tree in trees.items()}}
-    made = ImageData(recipe, images, where, place, {}, counts)
-    made.check(recipe)  # before images are decoded, which can take hours
+    found = ImageData(recipe, images, where, place, {}, counts)
+    found.source(recipe.seed)  # what does not fit is said before images are decoded, which can take hours
+    _check_layers(found, recipe)
     for name, tree in trees.items():
         task = recipe.tasks[name]
         pictures = load_pictures(
@@ -97,8 +73,18 @@ def load_run_data(
         )
         if images.measure == "validation":
             pictures = replace(pictures, test=pictures.validation)
-        made.parts[name] = pictures.to(place)
-    return made
+        found.parts[name] = pictures.to(place)
+    return found
+
+
+def _check_layers(data: PermutedData | ImageData, recipe: Recipe) -> None:
+    """Try to give tasks the layers that lines name for them."""
+    for name, line in recipe.lines.items():
+        try:
+            if line.own:
+                data.sequence(line, recipe.seed).network()
+        except XkfacError as error:
+            raise DataError(f"lines.{name}: {error}") from None
 
 
 def _needed(recipe: Recipe, task: str, parts: Sequence[PartName]) -> list[PartName]:
@@ -113,16 +99,11 @@ def _needed(recipe: Recipe, task: str, parts: Sequence[PartName]) -> list[PartNa
 
 
 @dataclass
-class PermutedData(RunData):
+class PermutedData:
     """One data set, of which every task is a permutation."""
 
     parts: Parts
-
-    def __post_init__(self) -> None:
-        self.classes = {}
-
-    def _network(self, line: Line, seed: int) -> nn.Module:
-        return PermutedTasks(line, seed, self.parts).network()
+    classes: Mapping[str, int] = field(default_factory=dict)
 
     def sequence(self, line: Line, seed: int) -> PermutedTasks:
         """Return the permutations and the perceptron of a job."""
@@ -134,8 +115,8 @@ class PermutedData(RunData):
 
 
 @dataclass
-class ImageData(RunData):
-    """The images of each task, and the network of the source."""
+class ImageData:
+    """The images of each task, and the network of the source. classes: how many each task has."""
 
     recipe: Recipe
     images: Images
@@ -147,17 +128,7 @@ class ImageData(RunData):
     def __post_init__(self) -> None:
         self._networks: dict[int, ManyHeaded] = {}
 
-    def check(self, recipe: Recipe) -> None:
-        """Try what every job will need: weights that fit the model and the data, and the layers that tasks own."""
-        self._source(recipe.seed)
-        super().check(recipe)
-
-    def _network(self, line: Line, seed: int) -> ManyHeaded:
-        network = copy.deepcopy(self._source(seed))
-        network.give_layers(line.own)
-        return network
-
-    def _source(self, seed: int) -> ManyHeaded:
+    def source(self, seed: int) -> ManyHeaded:
         """Return the source network of a seed, which is made and read once; jobs work on copies."""
         if seed not in self._networks:
             weights = self.images.weights
@@ -182,7 +153,7 @@ class ImageData(RunData):
         }
         own_bn = line.resolved_method().own_bn
         return ImageTasks(
-            self.recipe.order(seed), self._source(seed), self.parts, augmentations, self.place, own_bn, line.own
+            self.recipe.order(seed), self.source(seed), self.parts, augmentations, self.place, own_bn, line.own
         )
 
 

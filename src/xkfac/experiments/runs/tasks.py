@@ -59,33 +59,22 @@ class TaskSequence:
 
     def train(self, tasks: range) -> Examples:
         """Return the training examples of some tasks together."""
-        self._check(tasks)
-        return self._train(tasks)
+        raise NotImplementedError
 
     def fixed(self, task: int, part: Literal["train", "validation"]) -> Examples:
         """Return the examples of a part of a task with nothing random about them."""
-        self._check((task,))
-        return self._fixed(task, part)
+        raise NotImplementedError
 
     def accuracy(self, model: nn.Module, task: int, part: Literal["validation", "test"]) -> float:
         """Return the percentage of a part of a task that the network gets right; 0 where there are no examples."""
-        self._check((task,), part)
-        return self._accuracy(model, task, part)
+        raise NotImplementedError
 
     def inference(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return what `task_inference.measure` finds on each task, where tasks have layers of their own."""
-        return []
-
-    def _train(self, tasks: range) -> Examples:
-        raise NotImplementedError
-
-    def _fixed(self, task: int, part: str) -> Examples:
-        raise NotImplementedError
-
-    def _accuracy(self, model: nn.Module, task: int, part: str) -> float:
         raise NotImplementedError
 
     def _check(self, tasks: Iterable[int], part: str = "") -> None:
+        """Refuse all but the examples of the one task that may be used; whoever reads examples asks first."""
         if self.only is not None and (list(tasks) != [self.only] or part == "test"):
             names = ", ".join(self.tasks[task] for task in tasks)
             raise Refused(
@@ -140,7 +129,7 @@ class PermutedTasks(TaskSequence):
     def _measure(self, model: nn.Module, task: int) -> dict[str, Any]:
         """Return what a router that knows the tasks met so far, by features of the initial network, makes of a task."""
         self._router = self._router or Router(self.network())
-        meet(self._router, self.tasks[: self._met], lambda place: self._fixed(place, "train").chunks())
+        meet(self._router, self.tasks[: self._met], lambda place: self.fixed(place, "train").chunks())
         test, columns = self.parts.test, self._permutations[task].to(self.device)
         chunks = zip(torch.split(test.x.index_select(1, columns), 500), torch.split(test.y, 500), strict=True)
         return measure(self._router, model, task, chunks, one_head=True)
@@ -150,13 +139,19 @@ class PermutedTasks(TaskSequence):
         there = self._apart and len(self.parts.test) > 0
         return [self._measure(model, task) for task in range(len(self.tasks))] if there else []
 
-    def _train(self, tasks: range) -> PermutedExamples:
+    def train(self, tasks: range) -> PermutedExamples:
+        """Return the training examples under the permutations of some tasks."""
+        self._check(tasks)
         return permuted_examples(self.parts.train, [self._permutations[task] for task in tasks])
 
-    def _fixed(self, task: int, part: str) -> PermutedExamples:
+    def fixed(self, task: int, part: Literal["train", "validation"]) -> PermutedExamples:
+        """Return a part under the permutation of a task."""
+        self._check((task,))
         return permuted_examples(getattr(self.parts, part), [self._permutations[task]])
 
-    def _accuracy(self, model: nn.Module, task: int, part: str) -> float:
+    def accuracy(self, model: nn.Module, task: int, part: Literal["validation", "test"]) -> float:
+        """Return the percentage of a part under the permutation of a task that the network gets right."""
+        self._check((task,), part)
         chosen: Part = getattr(self.parts, part)
         if len(chosen) == 0:
             return 0.0
@@ -241,18 +236,22 @@ class ImageTasks(TaskSequence):
         model.enter(self.tasks[task])
 
     def _examples(self, task: int, part: str, *, augmented: bool = False) -> ImageExamples:
+        self._check((task,), part)
         name = self.tasks[task]
         return ImageExamples(getattr(self.parts[name], part), self.augmentations[name], augmented)
 
-    def _train(self, tasks: range) -> ImageExamples:
+    def train(self, tasks: range) -> ImageExamples:
+        """Return the training images of one task, augmented."""
         (task,) = tasks
         return self._examples(task, "train", augmented=True)
 
-    def _fixed(self, task: int, part: str) -> ImageExamples:
+    def fixed(self, task: int, part: Literal["train", "validation"]) -> ImageExamples:
+        """Return the images of a part of a task as evaluation sees them."""
         return self._examples(task, part)
 
     @torch.no_grad()
-    def _accuracy(self, model: nn.Module, task: int, part: str) -> float:
+    def accuracy(self, model: nn.Module, task: int, part: Literal["validation", "test"]) -> float:
+        """Return the percentage of the images of a part of a task that the network gets right."""
         images = self._examples(task, part)
         if len(images) == 0:
             return 0.0
@@ -270,5 +269,5 @@ class ImageTasks(TaskSequence):
         if not (self.own_bn or self.own) or not all(map(len, tests)):
             return []
         router = Router(self.network(), "source", using=ManyHeaded.using)
-        meet(router, self.tasks, lambda task: self._fixed(task, "train").chunks())
+        meet(router, self.tasks, lambda task: self.fixed(task, "train").chunks())
         return [measure(router, model, task, test.chunks(), one_head=False) for task, test in enumerate(tests)]

@@ -208,18 +208,13 @@ class Stepper:
         yield self._place
 
 
+@torch.no_grad()
 def accuracy(model: nn.Module, part: Part, permutation: Tensor | None = None, chunk: int = 10_000) -> float:
     """Return the percentage of a part's examples, columns permuted, that a model in evaluation mode gets right."""
-    return 100 * count_right(model, part, permutation, chunk) / len(part)
-
-
-@torch.no_grad()
-def count_right(model: nn.Module, part: Part, permutation: Tensor | None = None, chunk: int = 10_000) -> int:
-    """Return how many of a part's examples, columns permuted, a model in evaluation mode gets right."""
     model.eval()
     right = torch.zeros((), dtype=torch.long, device=part.x.device)
     for x, y in zip(torch.split(part.x, chunk), torch.split(part.y, chunk), strict=True):
         if permutation is not None:
             x = x.index_select(1, permutation.to(x.device))
         right += (model(x).argmax(1) == y).sum()
-    return int(right)
+    return 100 * int(right) / len(part)

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,12 +24,13 @@ from xkfac.experiments.recipes.recipe import SINGLE
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
 from xkfac.experiments.runs.job_folder import RunError, writing
-from xkfac.experiments.runs.run_data import PartName, RunData, load_run_data
+from xkfac.experiments.runs.run_data import ImageData, PartName, PermutedData, load_run_data
 from xkfac.experiments.runs.tasks import TaskSequence
 from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision
 from xkfac.experiments.tuning.trials import (
     Choice,
     GridPoint,
+    StageFolder,
     TrialFolder,
     TrialResult,
     TunedJob,
@@ -42,10 +44,10 @@ from xkfac.memory import Memory
 Phase = Literal["prepare", "choose", "measure"]
 PHASES: tuple[Phase, ...] = ("prepare", "choose", "measure")
 PAUSE = 0.2  # seconds between looks at what others still work on
-_KEPT = 2  # memories and courses that a process keeps at hand
+_KEPT = 2  # memories, and sequences of tasks, that a process keeps at hand
 
 
-def phase_data(run: RunFolder, phase: Phase) -> RunData:
+def phase_data(run: RunFolder, phase: Phase) -> PermutedData | ImageData:
     """Load what a phase may read: training data of the source, or of the targets, or test parts."""
     recipe = run.recipe
     tasks: list[str] | None = None
@@ -70,8 +72,9 @@ class Tuner:
     def __post_init__(self) -> None:
         self.data = phase_data(self.run, self.phase)
         self.jobs = tuned_jobs(self.run)
-        self._sequences: dict[str, TaskSequence] = {}
-        self._memories: dict[Path, Memory] = {}
+        # What is made or read once for all trials of a job; the last ones stay at hand.
+        self._sequence_of = lru_cache(_KEPT)(lambda name, seed: self.data.sequence(self.run.recipe.lines[name], seed))
+        self._memory_at = lru_cache(_KEPT)(self._load)
 
     def work(self) -> None:
         """Go on until every job is done with the phase, by whomever; jobs that fail here are left aside."""
@@ -172,7 +175,7 @@ class Tuner:
             autocast=autocast_of(self.run),
         )
         weights = job.stage(task - 1).weights() if task and line.method != SINGLE else None
-        return learning, learning.turn_to(task, weights, self._memory(job, task, learning.model))
+        return learning, learning.turn_to(task, weights, self._memory(job, task))
 
     def _settle(self, job: TunedJob, task: int, outcomes: list[TrialResult], *, given: bool = False) -> None:
         """Choose among the trials of a task and extend the memory; the caller holds the lock of the job.
@@ -200,7 +203,7 @@ class Tuner:
         learning = JobRun(job.line, job.folder.seed, sequence, job.folder, autocast=autocast_of(self.run))
         if outcome is not None:
             learning.model.load_state_dict(stage.trial(outcome.number).weights())
-        learning.memory = self._memory(job, task, learning.model)
+        learning.memory = self._memory(job, task)
         sequence.enter(learning.model, task)
         try:
             learning.remember(learning.stages[task])
@@ -212,26 +215,20 @@ class Tuner:
             learning.memory.save(stage.memory)
         return True
 
-    def _memory(self, job: TunedJob, task: int, model: nn.Module) -> Memory | None:
-        """Return the memory that a task is learnt with, if there is one; the last ones stay at hand."""
-        if task == 0 or not job.protected:
-            return None
-        path = job.stage(task - 1).memory
-        if path not in self._memories:
-            try:
-                loaded = Memory.load(path, model, device=torch.device(self.run.facts["place"]))
-            except MemoryFileError as error:
-                raise RunError(f"{error} — or start the tuning anew in another folder") from None
-            _make_room(self._memories)
-            self._memories[path] = loaded
-        return self._memories[path]
-
     def _sequence(self, job: TunedJob) -> TaskSequence:
-        """Return what a job learns; a network is made once for all of its trials."""
-        if job.name not in self._sequences:
-            _make_room(self._sequences)
-            self._sequences[job.name] = self.data.sequence(job.line, job.folder.seed)
-        return self._sequences[job.name]
+        """Return what a job learns."""
+        return self._sequence_of(job.folder.line, job.folder.seed)
+
+    def _memory(self, job: TunedJob, task: int) -> Memory | None:
+        """Return the memory that a task is learnt with, if there is one."""
+        return self._memory_at(job.stage(task - 1)) if task and job.protected else None
+
+    def _load(self, stage: StageFolder) -> Memory:
+        model = self._sequence_of(stage.line, stage.seed).network()
+        try:
+            return Memory.load(stage.memory, model, device=torch.device(self.run.facts["place"]))
+        except MemoryFileError as error:
+            raise RunError(f"{error} — or start the tuning anew in another folder") from None
 
     def _measure(self, job: TunedJob) -> bool:
         """Measure a stage of a job on test parts; when all are, end the job."""
@@ -276,12 +273,6 @@ class Tuner:
                 model.load_state_dict(trial.weights())
                 row = _accuracies(self._sequence(job), model, range(task + 1))
                 yield str(number), {"target": row[-1], "average": statistics.fmean(row)}
-
-
-def _make_room(kept: dict[Any, Any]) -> None:
-    """Let go of the oldest of what is kept at hand."""
-    for old in list(kept)[: len(kept) - _KEPT + 1]:
-        del kept[old]
 
 
 def _accuracies(sequence: TaskSequence, model: nn.Module, tasks: Iterable[int]) -> list[float]:
