@@ -34,7 +34,7 @@ class XKFACPlugin(SupervisedPlugin, supports_distributed=True):  # type: ignore[
     """Keeps what a model has learnt in earlier experiences: `Naive(model, optimizer, plugins=[XKFACPlugin()])`.
 
     The memory of the first experience is calibrated unless `calibrate=False` or a `strength` is given; options of
-    `xkfac.calibrate`, such as `{"lr": 0.1}`, may stand in its place. memory: that of tasks learnt before. held_out: a
+    `xkfac.calibrate`, such as `{"tasks": 5}`, may stand in its place. memory: that of tasks learnt before. held_out: a
     stream such as `benchmark.valid_stream`, whose examples make the memory in place of those that were trained on.
     options: those of `Learner` and `consolidate`, such as `exclude=["classifier*"]` for a classifier that grows.
     The steps of SGD are made implicit in the penalty, unless `implicit=False`; those of other optimizers are not.

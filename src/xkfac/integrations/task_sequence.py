@@ -24,7 +24,7 @@ class TaskSequence:
     """Makes a memory of the first task, protects it while further tasks are learnt, and extends it by each of them.
 
     memory: that of the tasks which the network knows already, if any. calibrate: measure the strength of the penalty
-    after the first task, unless the options name one; options of that measurement, such as `{"lr": 0.1}`, turn it on
+    after the first task, unless the options name one; options of that measurement, such as `{"tasks": 5}`, turn it on
     too. implicit: make the steps of SGD implicit in the penalty. options: those of `Learner` and of `consolidate`, by
     name.
     A copy or a pickle made in the middle of a task resumes it with the next `begin`, or `resume`.
