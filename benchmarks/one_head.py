@@ -140,7 +140,8 @@ def learn(
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr, momentum=0.9)
     if implicit and learner is not None:  # what `begin` does with an optimizer
-        optimizer.register_step_pre_hook(lambda *_, change=learner.implicit(lr, 0.9): change.step())
+        change = learner.implicit(lr, 0.9)
+        optimizer.register_step_pre_hook(lambda *_: change.step())
     steps = epochs * (len(examples[1]) // BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     net.train()
