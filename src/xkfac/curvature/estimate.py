@@ -8,7 +8,7 @@ H'' = E[(sum_m G_m)(sum_m G_m)^T] / N, inter-example terms of BN included.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -236,7 +236,10 @@ class _Run:
         mode: Statistics | None = None
         noisy: NoisyWeights | None = None
         work: Callable[[Any], None]
-        for place, (size, batch) in enumerate(self._steps(counted, device, **feed)):
+        if rank > 0 and feed["progress"] is True:
+            feed["progress"] = False
+        steps = batches(counted, device, what="curvature", may_be_none=self.processes is not None, **feed)
+        for place, (size, batch) in enumerate(steps):
             if self.coverage is None:
                 self.coverage = self.find(batch)
             if capture is None:
@@ -261,11 +264,6 @@ class _Run:
             return None
         capture.forget()
         return capture.collectors
-
-    def _steps(self, loader: Iterable[Any], device: torch.device, **feed: Any) -> Iterator[tuple[int, Any]]:
-        if self.processes is not None and self.processes.rank > 0 and feed["progress"] is True:
-            feed["progress"] = False
-        return batches(loader, device, what="curvature", may_be_none=self.processes is not None, **feed)
 
     def _collectors(self, collector: Callable[[Unit], Collector]) -> Collectors:
         assert self.coverage is not None
