@@ -173,7 +173,7 @@ _TO_RENORM: dict[type[nn.Module], type[_BatchRenorm]] = {
     nn.BatchNorm2d: BatchRenorm2d,
     nn.BatchNorm3d: BatchRenorm3d,
 }
-_TO_BATCHNORM = {renorm: norm for norm, renorm in _TO_RENORM.items()}
+_TO_BATCHNORM: dict[type[nn.Module], type[nn.Module]] = {renorm: norm for norm, renorm in _TO_RENORM.items()}
 
 
 def to_renorm(model: nn.Module, **schedule: Any) -> nn.Module:
