@@ -1,6 +1,6 @@
 """Permuted MNIST at small size with Avalanche's own strategies and with this library's plugin.
 
-    python benchmarks/avalanche_table.py --data FOLDER [--output results/avalanche] [--minutes 10]
+    python benchmarks/avalanche_table.py --data FOLDER [--output results/avalanche] [--processes 2] [--minutes 10]
 
 Needs the extras `avalanche` and `experiments`. Five experiences of 5,000 training images, permuted as Avalanche's
 `PermutedMNIST` does (the same images, one `RandomState(seed)` for all permutations); 784-100-100-10 with BN; SGD with
@@ -12,12 +12,15 @@ the last one is kept. Runs that are done are kept in `runs.jsonl`, so that a lat
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
+import multiprocessing
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -139,50 +142,69 @@ def parts(data: Part, seed: int) -> tuple[Part, Part]:
     return own, others
 
 
-class Runs:
-    """The runs that are done, and the time that is left for more."""
+@functools.cache
+def mnist(folder: Path) -> Any:
+    return load("mnist", folder, validation=1)
 
-    def __init__(self, path: Path, minutes: float, data: Any) -> None:
+
+def timed_run(folder: Path, until: float, key: list[Any]) -> dict[str, Any] | None:
+    """Return the accuracies of one run, 0 where it diverged, with its CPU time; None after the moment `until`."""
+    if time.monotonic() > until:
+        return None
+    name, strength, lr, seed = key
+    data = mnist(folder)
+    train, others = parts(data.train, seed)
+    start = time.process_time()
+    try:
+        found = run(name, strength, train, others if seed == TUNING_SEED else data.test, seed, lr)
+    except xkfac.NotFiniteError:
+        found = [0.0] * TASKS
+    return {"key": key, "accuracies": found, "cpu_s": time.process_time() - start}
+
+
+class Runs:
+    """The runs that are done, and the processes that do others of them."""
+
+    def __init__(self, path: Path, folder: Path, minutes: float, processes: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.data = path, data
-        self.until = time.monotonic() + 60 * minutes
+        self.path, self.processes = path, processes
+        self.timed_run = functools.partial(timed_run, folder, time.monotonic() + 60 * minutes)
         lines = path.read_text().splitlines() if path.exists() else []
         self.done = {json.dumps(one["key"]): one for one in map(json.loads, lines)}
 
-    def get(self, name: str, strength: Any, lr: float, seed: int) -> float | None:
-        """Return the average accuracy of a run, 0 where it diverged, None if there is no time left for it."""
-        key = json.dumps([name, strength, lr, seed])
-        if key not in self.done:
-            if time.monotonic() > self.until:
-                return None
-            train, others = parts(self.data.train, seed)
-            test = others if seed == TUNING_SEED else self.data.test
-            start = time.process_time()
-            try:
-                found = run(name, strength, train, test, seed, lr)
-            except xkfac.NotFiniteError:
-                found = [0.0] * TASKS
-            self.done[key] = {"key": json.loads(key), "accuracies": found, "cpu_s": time.process_time() - start}
-            with self.path.open("a") as file:
-                file.write(json.dumps(self.done[key]) + "\n")
-            print(key, f"{statistics.mean(found):.1f}", f"{self.done[key]['cpu_s']:.0f} s", flush=True)
-        return statistics.mean(self.done[key]["accuracies"])
+    def get(self, keys: Sequence[list[Any]]) -> list[float | None]:
+        """Return the average accuracy of each run; None where there was no time for it."""
+        missing = [key for key in keys if json.dumps(key) not in self.done]
+        with multiprocessing.get_context("fork").Pool(self.processes) as pool, self.path.open("a") as file:
+            for one in pool.imap_unordered(self.timed_run, missing):
+                if one is not None:
+                    self.done[json.dumps(one["key"])] = one
+                    print(json.dumps(one), file=file, flush=True)
+                    print(one["key"], f"{statistics.mean(one['accuracies']):.1f}", f"{one['cpu_s']:.0f} s", flush=True)
+        found = [self.done.get(json.dumps(key)) for key in keys]
+        return [None if one is None else statistics.mean(one["accuracies"]) for one in found]
 
 
 def measured(runs: Runs) -> dict[str, Any]:
     """Return what was tried, what was chosen, and the accuracies with it, for each method that time was enough for."""
-    results = {}
-    for name, (strengths, _) in METHODS.items():
-        grid = list(itertools.product(strengths, RATES))
-        tried = [(runs.get(name, strength, lr, TUNING_SEED), strength, lr) for strength, lr in grid]
-        if any(accuracy is None for accuracy, *_ in tried):
-            continue
-        _, strength, lr = max(tried, key=lambda one: one[0] or 0.0)
-        found = [runs.get(name, strength, lr, seed) for seed in SEEDS]
-        if None in found:
-            continue
-        results[name] = {"tried": tried, "strength": strength, "lr": lr, "accuracies": found}
-    return results
+    grid = [
+        [name, strength, lr, TUNING_SEED]
+        for name, (strengths, _) in METHODS.items()
+        for strength, lr in itertools.product(strengths, RATES)
+    ]
+    tuned = list(zip(runs.get(grid), grid, strict=True))
+    chosen = {}
+    for name in METHODS:
+        tried = [(accuracy, strength, lr) for accuracy, (of, strength, lr, _) in tuned if of == name]
+        if all(accuracy is not None for accuracy, *_ in tried):
+            chosen[name] = tried, *max(tried, key=lambda one: one[0] or 0.0)[1:]
+    keys = [[name, strength, lr, seed] for name, (_, strength, lr) in chosen.items() for seed in SEEDS]
+    found = iter(runs.get(keys))
+    results = {
+        name: {"tried": tried, "strength": strength, "lr": lr, "accuracies": list(itertools.islice(found, len(SEEDS)))}
+        for name, (tried, strength, lr) in chosen.items()
+    }
+    return {name: one for name, one in results.items() if None not in one["accuracies"]}
 
 
 def table(results: dict[str, Any]) -> str:
@@ -199,13 +221,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with the files of MNIST")
     parser.add_argument("--output", type=Path, default=Path("results/avalanche"))
+    parser.add_argument("--processes", type=int, default=1, help="how many runs there are at a time")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run after so many minutes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="avalanche")
-    record = {**provenance(), "seeds": list(SEEDS), "tuning_seed": TUNING_SEED}
-    data = load("mnist", options.data, validation=1)
-    results = measured(Runs(options.output / "runs.jsonl", options.minutes, data))
+    record = {
+        **provenance(),
+        "avalanche-lib": metadata.version("avalanche-lib"),
+        "seeds": list(SEEDS),
+        "tuning_seed": TUNING_SEED,
+    }
+    results = measured(Runs(options.output / "runs.jsonl", options.data, options.minutes, options.processes))
     keep(options.output, record, results, table(results))
     missing = [name for name in METHODS if name not in results]
     if missing:

@@ -49,9 +49,12 @@ def in_mammoth(folder, backbone, path):
         dataset.train_loader = loader
         model.net.train()
         model.meta_begin_task(dataset)
+        model.opt = model.get_optimizer()  # as Mammoth does where there is a scheduler
         for x, y, plain in loader:
             model.meta_observe(x, y, plain, epoch=0)
         model.meta_end_task(dataset)
+    model.meta_begin_task(dataset)  # a task without a step, as `--start_from` has them, changes nothing
+    model.meta_end_task(dataset)
     return model.tasks.memory
 
 
@@ -62,7 +65,7 @@ def by_hand(net):
         optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
         learner = None if memory is None else xkfac.Learner(net, memory, strength=3.0)
         if learner is not None:
-            learner.begin(loader)
+            learner.begin(loader, optimizer)
         net.train()
         for x, y, _ in loader:
             optimizer.zero_grad()

@@ -28,24 +28,34 @@ def batches(seed, number=4, size=8):
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
-def bare_loop(model, memory, loader, *, epochs=2, passes=1, clip=None, autocast=None, scale=1.0):
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, 0.01)
+
+
+def bare_loop(
+    model, memory, loader, *, epochs=2, passes=1, clip=None, autocast=None, scaler=None, make=sgd, implicit=True
+):
     """Learn a task as README shows it, with micro-batches, clipping and half precision where asked for."""
     learner = xkfac.Learner(model, memory)
-    learner.begin(loader)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    optimizer = make(model.parameters())
+    learner.begin(loader, optimizer if implicit and make is sgd else None)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     model.train()
     for _ in range(epochs):
         for index, (x, y) in enumerate(loader):
             with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
                 loss = F.cross_entropy(model(x), y)
-            (scale * learner.objective(loss, share=1 / passes)).backward()
+            scaler.scale(learner.objective(loss, share=1 / passes)).backward()
             if (index + 1) % passes == 0:
-                for parameter in model.parameters():
-                    if parameter.grad is not None:  # fixed BN has none
-                        parameter.grad /= scale
+                scaler.unscale_(optimizer)
                 if clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), clip)
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
     return learner.finish(loader)
 

@@ -53,11 +53,18 @@ def benchmark(tasks=3):
     return nc_benchmark(sets, sets, n_experiences=tasks, task_labels=True, **options)
 
 
-def naive(model, plugins, epochs=EPOCHS, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.002)
+
+
+def naive(model, plugins, epochs=EPOCHS, make=sgd, **options):
     return Naive(
         model=model,
-        optimizer=optimizer,
+        optimizer=make(model.parameters()),
         criterion=nn.CrossEntropyLoss(),
         train_mb_size=SIZE,
         train_epochs=epochs,
@@ -83,14 +90,14 @@ class Recorder:
         self.batches[-1].append((strategy.mb_x.clone(), strategy.mb_y.clone()))
 
 
-def by_hand(model, batches, loaders, **options):
+def by_hand(model, batches, loaders, make=sgd, implicit=True, **options):
     """Return the memory after the same batches in a bare loop."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = make(model.parameters())
     memory = None
-    for own, make in zip(batches, loaders, strict=True):
+    for own, loader in zip(batches, loaders, strict=True):
         learner = None if memory is None else xkfac.Learner(model, memory)
         if learner is not None:
-            learner.begin(make())
+            learner.begin(loader(), optimizer if implicit else None)
         model.train()
         for x, y in own:
             optimizer.zero_grad()
@@ -98,10 +105,10 @@ def by_hand(model, batches, loaders, **options):
             (loss if learner is None else learner.objective(loss)).backward()
             optimizer.step()
         if learner is None:
-            loader = make()
-            memory = xkfac.calibrate(model, xkfac.consolidate(model, loader, **options), loader, **FEW)
+            first = loader()
+            memory = xkfac.calibrate(model, xkfac.consolidate(model, first, **options), first, **FEW)
         else:
-            memory = learner.finish(make())
+            memory = learner.finish(loader())
     return memory
 
 
@@ -117,15 +124,19 @@ def same_memory(one, other, tolerance=0.0):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("eval_every", "method"), [(-1, "fixed-bn"), (1, "xkfac")])
-def test_the_plugin_does_what_the_bare_loop_does(eval_every, method):
+@pytest.mark.parametrize(
+    ("eval_every", "method", "make", "implicit"),
+    [(-1, "fixed-bn", sgd, True), (1, "xkfac", sgd, True), (-1, "fixed-bn", sgd, False), (-1, "fixed-bn", adam, True)],
+)
+def test_the_plugin_does_what_the_bare_loop_does(eval_every, method, make, implicit):
     model, stream = mlp(), benchmark().train_stream
     bare = copy.deepcopy(model)
-    recorder, plugin = Recorder(), XKFACPlugin(method=method, draws=2, calibrate=FEW)
-    strategy = naive(model, [recorder, plugin], eval_every=eval_every)
+    recorder, plugin = Recorder(), XKFACPlugin(method=method, draws=2, calibrate=FEW, implicit=implicit)
+    strategy = naive(model, [recorder, plugin], make=make, eval_every=eval_every)
     strategy.train(stream)
     loaders = [lambda e=e: _loaders(e.dataset.train(), SIZE)[0] for e in stream]
-    memory = by_hand(bare, recorder.batches, loaders, method=method, draws=2, forward=lambda net, batch: net(batch[0]))
+    options = {"method": method, "draws": 2, "forward": lambda net, batch: net(batch[0])}
+    memory = by_hand(bare, recorder.batches, loaders, make, implicit and make is sgd, **options)
     assert memory.tasks == 3
     assert memory.calibration.scale > 0
     same(model, bare, 1e-5)
@@ -255,16 +266,16 @@ def test_an_agent_learns_as_the_bare_loop_does():
     bare = copy.deepcopy(model)
     agent, batches = Agent(), []
     agent.model = model
-    agent.optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    agent.opt = sgd(model.parameters())
     agent.reg = XKFACRegularization(batch_size=SIZE, draws=2, calibrate=FEW)
     for experience in stream:
         agent.pre_adapt(experience)
         batches.append([(x, y) for x, y, _ in _loaders(experience.dataset, SIZE)[0]])
         model.train()
         for x, y in batches[-1]:
-            agent.optimizer.zero_grad()
+            agent.opt.zero_grad()
             agent.reg(F.cross_entropy(model(x), y)).backward()
-            agent.optimizer.step()
+            agent.opt.step()
         agent.post_adapt(experience)
     loaders = [lambda e=e: _loaders(e.dataset.train(), SIZE)[0] for e in stream]
     memory = by_hand(bare, batches, loaders, draws=2, forward=lambda net, batch: net(batch[0]))

@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import xkfac
-from tests.integrations.small import bare_loop, batches, examples, network, run_page, same_memory, same_network
+from tests.integrations.small import (
+    adam,
+    bare_loop,
+    batches,
+    examples,
+    network,
+    run_page,
+    same_memory,
+    same_network,
+    sgd,
+)
 
 L = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
 from xkfac.integrations.lightning import XKFACCallback  # noqa: E402
@@ -38,7 +48,14 @@ class Module(L.LightningModule):
     lr = 0.05
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
+        return sgd(self.parameters())
+
+
+class WithAdam(Module):
+    """The same with an optimizer whose steps cannot be implicit."""
+
+    def configure_optimizers(self):
+        return adam(self.parameters())
 
 
 class Manual(Module):
@@ -91,6 +108,8 @@ def by_hand(net, memory, **options):
     ("kind", "options", "callback_options", "bare"),
     [
         pytest.param(Module, {"val_check_interval": 2}, {}, {}, id="validation in mid-epoch"),
+        pytest.param(Module, {}, {"implicit": False}, {"implicit": False}, id="plain steps"),
+        pytest.param(WithAdam, {}, {}, {"make": adam}, id="Adam"),
         pytest.param(
             Module,
             {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
@@ -115,13 +134,17 @@ def test_half_precision_with_a_gradient_scaler(source, device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     net, memory = source
-    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
-    plugin = L.plugins.MixedPrecision("16-mixed", device, scaler)
+
+    def scaler():  # the gradients of its first step overflow, and the step is skipped
+        return torch.amp.GradScaler(device, init_scale=2.0**40, backoff_factor=2.0**-30)
+
+    plugin = L.plugins.MixedPrecision("16-mixed", device, scaler())
     options = {"accelerator": device.replace("cuda", "gpu"), "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     found, _ = fitted(net, memory, plugins=plugin, devices=1, **options)
     expected = Module(copy.deepcopy(net)).to(device)
     target = [(x.to(device), y.to(device)) for x, y in batches(1)]
-    bare_loop(expected, memory, target, passes=2, clip=0.1, autocast=torch.float16, scale=1024.0)
+    bare_loop(expected, memory, target, passes=2, clip=0.1, autocast=torch.float16, scaler=scaler())
+    assert plugin.scaler.get_scale() == 1024
     same_network(found.cpu(), expected.cpu())
 
 
@@ -195,8 +218,8 @@ def two_processes(module, memory, epochs):
     """Learn as DDP does, in one process: gradients are averaged, buffers are those of process 0."""
     learner = xkfac.Learner(module, memory, penalty_every=1)  # as several processes do it
     loaders = [batches(1), batches(2)]
-    learner.begin([*loaders[0], *loaders[1]])
     optimizer = module.configure_optimizers()
+    learner.begin([*loaders[0], *loaders[1]], optimizer)
     module.train()
     for pairs in list(zip(*loaders, strict=True)) * epochs:
         buffers = {}

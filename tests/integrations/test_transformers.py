@@ -66,12 +66,12 @@ def _in_order(monkeypatch):
     monkeypatch.setattr(transformers.Trainer, "_get_train_sampler", lambda self, *_: sampler(self.train_dataset))
 
 
-def bare_loop(model, memory, passes, by_items):
+def bare_loop(model, memory, passes, by_items, implicit=True, make=torch.optim.SGD):
     """Learn the images 1 as a Trainer does, which weighs batches by images, or alike where a model takes no counts."""
     learner = xkfac.Learner(model, memory)
     loader = batches(1)
-    learner.begin(loader)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    optimizer = make(model.parameters(), 0.05)
+    learner.begin(loader, optimizer if implicit and make is torch.optim.SGD else None)
     model.train()
     for _ in range(2):
         for start in range(0, len(loader), passes):
@@ -88,16 +88,32 @@ def bare_loop(model, memory, passes, by_items):
 
 
 @pytest.mark.usefixtures("_in_order")
-@pytest.mark.parametrize(("make", "passes"), [(resnet, 1), (resnet, 2), (convnext, 2), (vit, 2)])
-def test_training_equals_the_plain_loop(make, passes, tmp_path):
+@pytest.mark.parametrize(
+    ("make", "passes", "optim", "implicit"),
+    [
+        (resnet, 1, "sgd", True),
+        (resnet, 1, "sgd", False),
+        (resnet, 1, "adagrad", True),
+        (resnet, 2, "sgd", True),
+        (convnext, 2, "sgd", True),
+        (vit, 2, "sgd", True),
+    ],
+)
+def test_training_equals_the_plain_loop(make, passes, optim, implicit, tmp_path):
     model = make()
     memory = xkfac.consolidate(model, batches(0), "xkfac", draws=2)
     expected, found = copy.deepcopy(model), copy.deepcopy(model)
-    options = {"eval_strategy": "steps", "eval_steps": 1, "gradient_accumulation_steps": passes}
+    options = {"eval_strategy": "steps", "eval_steps": 1, "gradient_accumulation_steps": passes, "optim": optim}
     trainer = XKFACTrainer(
-        found, arguments(tmp_path, **options), train_dataset=images(1), eval_dataset=images(2, 4), memory=memory
+        found,
+        arguments(tmp_path, **options),
+        train_dataset=images(1),
+        eval_dataset=images(2, 4),
+        memory=memory,
+        implicit=implicit,
     )
-    after = bare_loop(expected, memory, passes, trainer.model_accepts_loss_kwargs)
+    kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optim]
+    after = bare_loop(expected, memory, passes, trainer.model_accepts_loss_kwargs, implicit, kind)
     trainer.train()
     same_network(found, expected)
     same_memory(trainer.memory, after)
@@ -120,7 +136,8 @@ def test_resuming_equals_an_unbroken_training(tmp_path):
 
     def trainer(**options):
         shuffled = {"gradient_accumulation_steps": 2, "seed": 3}
-        saved = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 3}
+        saved = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 3, "optim_args": "momentum=0.9"}
+        saved |= {"lr_scheduler_type": "linear", "warmup_steps": 3}
         return XKFACTrainer(
             copy.deepcopy(model),
             arguments(tmp_path, **shuffled, **saved),
@@ -140,6 +157,7 @@ def test_resuming_equals_an_unbroken_training(tmp_path):
     expected.train()
     same_network(resumed.model, expected.model, 0, 0)
     same_memory(resumed.memory, expected.memory, 0)
+    assert torch.load(tmp_path / "checkpoint-4" / STATE_FILE)["implicit"]["lr"] == 0.05  # not that of the warm-up
     torch.testing.assert_close(resumed.learner.balance.state_dict(), expected.learner.balance.state_dict())
     (tmp_path / "checkpoint-2" / STATE_FILE).unlink()
     with pytest.raises(xkfac.XkfacError, match="resume from a checkpoint that this trainer has written"):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from tests.helpers.setups import data, mlp, randomise, target
 from xkfac import Learner, XkfacError, XkfacWarning, consolidate
+from xkfac.learning.implicit_steps import sgd_among
 
 STRENGTH = 3e4
 
@@ -32,6 +33,30 @@ def steps(model, learner, optimizer, batches, before=None):
 
 def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_step_with_a_closure_is_the_same(by_name):
+    ends = []
+    for with_closure in (False, True):
+        model, memory, optimizer = started()
+        learner = Learner(model, memory, strength=STRENGTH)
+        learner.begin(target(), optimizer)
+        for x, y in target():
+
+            def closure():
+                optimizer.zero_grad()
+                loss = learner.objective(F.cross_entropy(model(x), y))
+                loss.backward()
+                return loss
+
+            if not with_closure:
+                closure()
+                optimizer.step()
+            else:
+                assert (optimizer.step(closure=closure) if by_name else optimizer.step(closure)) > 0
+        ends.append(weights(model))
+    assert torch.equal(*ends)
 
 
 @pytest.mark.parametrize("method", ["fixed-bn", "xkfac", "ewc"])
@@ -130,6 +155,15 @@ def test_an_optimizer_that_cannot_be_made_implicit_is_named():
     stranger = torch.optim.SGD(mlp().parameters(), 0.1)
     with pytest.raises(XkfacError, match="none of the parameters that the penalty protects"):
         Learner(model, memory).begin(target(), stranger)
+
+
+def test_the_optimizer_of_a_framework_is_taken_where_it_can_be_implicit():
+    model, memory, optimizer = started()
+    protected = Learner(model, memory).protected
+    stranger = torch.optim.SGD(mlp().parameters(), 0.1)
+    assert sgd_among([None, stranger, optimizer], protected) is optimizer
+    assert sgd_among([torch.optim.Adam(model.parameters()), stranger], protected) is None
+    assert sgd_among([optimizer, torch.optim.SGD(model.parameters(), 0.1)], protected) is None
 
 
 def test_without_a_penalty_there_is_nothing_to_do():

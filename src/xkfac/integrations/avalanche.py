@@ -34,9 +34,10 @@ class XKFACPlugin(SupervisedPlugin, supports_distributed=True):  # type: ignore[
     """Keeps what a model has learnt in earlier experiences: `Naive(model, optimizer, plugins=[XKFACPlugin()])`.
 
     The memory of the first experience is calibrated unless `calibrate=False` or a `strength` is given; options of
-    `xkfac.calibrate`, such as `{"lr": 0.1}`, may stand in its place. memory: that of tasks learnt before. held_out: a
+    `xkfac.calibrate`, such as `{"tasks": 5}`, may stand in its place. memory: that of tasks learnt before. held_out: a
     stream such as `benchmark.valid_stream`, whose examples make the memory in place of those that were trained on.
     options: those of `Learner` and `consolidate`, such as `exclude=["classifier*"]` for a classifier that grows.
+    The steps of SGD are made implicit in the penalty, unless `implicit=False`; those of other optimizers are not.
     Models of several heads are run with the task label of each example, and their heads are not penalised.
     """
 
@@ -59,11 +60,11 @@ class XKFACPlugin(SupervisedPlugin, supports_distributed=True):  # type: ignore[
 
     def before_training_exp(self, strategy: Any, **kwargs: Any) -> None:
         """Begin, with the batches that training will draw."""
-        self.tasks.begin(strategy.model, strategy.dataloader)
+        self.tasks.begin(strategy.model, strategy.dataloader, [strategy.optimizer])
 
     def before_forward(self, strategy: Any, **kwargs: Any) -> None:
         """Resume, where the strategy was copied or loaded in the middle of an experience."""
-        self.tasks.resume(strategy.model)
+        self.tasks.resume(strategy.model, [strategy.optimizer])
 
     def before_backward(self, strategy: Any, **kwargs: Any) -> None:
         """Add the penalty to the loss."""
@@ -110,7 +111,8 @@ class XKFACRegularization(RegularizationMethod):  # type: ignore[misc]
 
     def pre_adapt(self, agent: Any, exp: Any) -> None:
         """Begin an experience."""
-        self.tasks.begin(agent.model, _loaders(exp.dataset.train(), self.batch_size)[0])
+        loader = _loaders(exp.dataset.train(), self.batch_size)[0]
+        self.tasks.begin(agent.model, loader, vars(agent).values())  # the agent may call its optimizer by any name
 
     def __call__(self, loss: Tensor) -> Tensor:
         """Return the objective of a step from the mean loss of its batch."""

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from xkfac.errors import XkfacError
+from xkfac.learning.implicit_steps import sgd_among
 from xkfac.learning.learner import Learner
 from xkfac.memory import Memory
 
@@ -33,7 +34,9 @@ class XKFACCallback(Callback):  # type: ignore[misc]
     memory: what the module knows, made of the LightningModule itself; after a fit it is the memory of one more task.
     loader: batches of the target for `begin` and `finish`; the trainer's own training loader unless given, which the
     hooks of the module for batches then prepare as they do in training. accumulate_grad_batches: micro-batches per
-    optimizer step where a module with manual optimization accumulates gradients by itself. options: those of `Learner`.
+    optimizer step where a module with manual optimization accumulates gradients by itself. implicit: make the steps of
+    SGD implicit in the penalty; those of other optimizers, or of several for protected parameters, are left as they
+    are. options: those of `Learner`.
 
     The loss becomes the objective right before the trainer's backward pass, so that accumulation, gradient scaling,
     DDP and clipping treat both parts alike. What the module logs stays the plain loss. A checkpoint holds the state of
@@ -46,11 +49,13 @@ class XKFACCallback(Callback):  # type: ignore[misc]
         *,
         loader: Iterable[Any] | None = None,
         accumulate_grad_batches: int | None = None,
+        implicit: bool = True,
         **options: Any,
     ) -> None:
         self.memory = memory
         self.learner: Learner | None = None
         self._loader, self._accumulate, self._options = loader, accumulate_grad_batches, options
+        self._implicit = implicit
         self._state: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -60,10 +65,11 @@ class XKFACCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the task, now that the training loader is there, or take it up again from a checkpoint."""
         assert self.learner is not None
+        sgd = sgd_among(trainer.optimizers, self.learner.protected)
         if self._state is not None and self._state["begun"]:
-            self.learner.load_state_dict(self._state)
+            self.learner.load_state_dict(self._state, sgd if self._state.get("implicit") else None)
         else:
-            self.learner.begin(self._target(trainer))
+            self.learner.begin(self._target(trainer), sgd if self._implicit else None)
         self._state = None
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:

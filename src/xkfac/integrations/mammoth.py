@@ -20,7 +20,8 @@ class XKFAC(ContinualModel):  # type: ignore[misc]
     """Keeps what the backbone has learnt in earlier tasks: `python main.py --model xkfac ...`.
 
     The penalty is calibrated after the first task unless `--xkfac_strength` is given. `--xkfac_memory FILE` saves the
-    memory after each task, and continues with the one that is there.
+    memory after each task, and continues with the one that is there. With `--optimizer sgd`, steps are implicit in the
+    penalty unless `--xkfac_implicit 0` is given; those of other optimizers are not.
     """
 
     NAME = "xkfac"
@@ -32,6 +33,7 @@ class XKFAC(ContinualModel):  # type: ignore[misc]
         parser.add_argument("--xkfac_method", default="fixed-bn", help="a method of xkfac")
         parser.add_argument("--xkfac_strength", type=float, help="factor on the penalty; calibrated unless given")
         parser.add_argument("--xkfac_exclude", nargs="*", default=[], help="patterns of layers that are not protected")
+        parser.add_argument("--xkfac_implicit", type=int, choices=[0, 1], default=1, help="implicit steps of SGD")
         parser.add_argument("--xkfac_memory", type=Path, help="file of the memory")
         return parser
 
@@ -40,15 +42,21 @@ class XKFAC(ContinualModel):  # type: ignore[misc]
         path = args.xkfac_memory
         # Mammoth changes the working folder when it is imported: a relative path is one inside its clone.
         memory = Memory.load(path, backbone) if path is not None and path.exists() else None
-        options = {} if args.xkfac_strength is None else {"strength": args.xkfac_strength}
-        self.tasks = TaskSequence(memory, method=args.xkfac_method, exclude=args.xkfac_exclude, **options)
+        options = {"method": args.xkfac_method, "exclude": args.xkfac_exclude, "implicit": bool(args.xkfac_implicit)}
+        if args.xkfac_strength is not None:
+            options["strength"] = args.xkfac_strength
+        self.tasks = TaskSequence(memory, **options)
+        self._loader: Any = None
 
     def begin_task(self, dataset: Any) -> None:
-        """Begin a task, with the batches that training will draw."""
-        self.tasks.begin(self.net, dataset.train_loader)
+        """Keep the batches that training will draw: Mammoth makes the optimizer of the task only after this call."""
+        self._loader = dataset.train_loader
 
     def observe(self, inputs: Tensor, labels: Tensor, not_aug_inputs: Tensor, epoch: int | None = None) -> float:
-        """Take one training step and return the objective."""
+        """Take one training step and return the objective; the first step of a task begins it."""
+        if self._loader is not None:
+            self.tasks.begin(self.net, self._loader, [self.opt])
+            self._loader = None
         self.opt.zero_grad()
         loss = self.tasks.objective(self.loss(self.net(inputs), labels))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -57,6 +65,8 @@ class XKFAC(ContinualModel):  # type: ignore[misc]
 
     def end_task(self, dataset: Any) -> None:
         """Make the memory, or extend it, and save it if asked to."""
+        if self._loader is not None:  # no step was taken: `--start_from` passes over the task
+            return
         self.tasks.finish(self.net, dataset.train_loader, dataset.train_loader)
         if self.args.xkfac_memory is not None and self.tasks.memory is not None:
             self.tasks.memory.save(self.args.xkfac_memory)

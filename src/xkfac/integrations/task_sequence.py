@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
 from xkfac.learning.calibrator import calibrate as calibrated
+from xkfac.learning.implicit_steps import sgd_among
 from xkfac.learning.learner import Learner
 from xkfac.memory import Memory, consolidate
 from xkfac.model.units import as_patterns
@@ -23,15 +24,21 @@ class TaskSequence:
     """Makes a memory of the first task, protects it while further tasks are learnt, and extends it by each of them.
 
     memory: that of the tasks which the network knows already, if any. calibrate: measure the strength of the penalty
-    after the first task, unless the options name one; options of that measurement, such as `{"lr": 0.1}`, turn it on
-    too. options: those of `Learner` and of `consolidate`, by name.
+    after the first task, unless the options name one; options of that measurement, such as `{"tasks": 5}`, turn it on
+    too. implicit: make the steps of SGD implicit in the penalty. options: those of `Learner` and of `consolidate`, by
+    name.
     A copy or a pickle made in the middle of a task resumes it with the next `begin`, or `resume`.
     """
 
     def __init__(
-        self, memory: Memory | None = None, *, calibrate: bool | Mapping[str, Any] = True, **options: Any
+        self,
+        memory: Memory | None = None,
+        *,
+        calibrate: bool | Mapping[str, Any] = True,
+        implicit: bool = True,
+        **options: Any,
     ) -> None:
-        self.memory = memory
+        self.memory, self.implicit = memory, implicit
         self.calibrate = calibrate if "strength" not in options else False
         self._of_learner = {name: options.pop(name) for name in _OF_LEARNER if name in options}
         self._of_pass = {name: options.pop(name) for name in _OF_PASS if name in options}
@@ -39,21 +46,25 @@ class TaskSequence:
         self.learner: Learner | None = None
         self._state: dict[str, Any] | None = None
 
-    def begin(self, model: nn.Module, loader: Iterable[Any]) -> None:
-        """Start to learn a task, with its batches as training draws them; nothing is protected during the first."""
-        if self.resume(model) or self.memory is None:
+    def begin(self, model: nn.Module, loader: Iterable[Any], optimizers: Iterable[Any] = ()) -> None:
+        """Start to learn a task, with its batches as training draws them; nothing is protected during the first.
+
+        optimizers: those that step the model, of any kind; the steps of SGD are made implicit in the penalty.
+        """
+        if self.resume(model, optimizers) or self.memory is None:
             return
         if self.learner is not None:  # a task that was interrupted, whose hooks are still there
             self.learner.close()
         self.learner = self._learner(model, self.memory)
-        self.learner.begin(loader)
+        self.learner.begin(loader, sgd_among(optimizers, self.learner.protected) if self.implicit else None)
 
-    def resume(self, model: nn.Module) -> bool:
+    def resume(self, model: nn.Module, optimizers: Iterable[Any] = ()) -> bool:
         """Take up a task in progress, if there is one to be resumed; the model's own state is loaded before."""
         if self._state is None or self.memory is None:
             return False
         self.learner = self._learner(model, self.memory)
-        self.learner.load_state_dict(self._state)
+        implicit = self._state.get("implicit") is not None
+        self.learner.load_state_dict(self._state, sgd_among(optimizers, self.learner.protected) if implicit else None)
         self._state = None
         return True
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from xkfac.errors import XkfacError
+from xkfac.learning.implicit_steps import sgd_among
 from xkfac.learning.learner import Learner
 from xkfac.memory import Memory
 from xkfac.model.passes import same_random_state
@@ -28,7 +29,8 @@ class XKFACMixin:
     """Makes a Trainer add the penalty of a memory: `class MyTrainer(XKFACMixin, Seq2SeqTrainer)`.
 
     memory: what the model knows; after `train` it is the memory of one more task. learner_options: arguments of
-    `Learner`, such as {"strength": 3.0}. `train` begins and finishes the task with `get_train_dataloader()`; a
+    `Learner`, such as {"strength": 3.0}. implicit: make the steps of SGD (`optim="sgd"`) implicit in the penalty; those
+    of other optimizers are left as they are. `train` begins and finishes the task with `get_train_dataloader()`; a
     checkpoint also holds the state of the learner, so that `train(resume_from_checkpoint=...)` takes the task up again:
     give it the memory from before the task. The loss that the Trainer logs is the objective.
     """
@@ -36,10 +38,15 @@ class XKFACMixin:
     learner: Learner | None = None
 
     def __init__(
-        self: Any, *args: Any, memory: Memory, learner_options: Mapping[str, Any] | None = None, **kwargs: Any
+        self: Any,
+        *args: Any,
+        memory: Memory,
+        learner_options: Mapping[str, Any] | None = None,
+        implicit: bool = True,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.memory = memory
+        self.memory, self.implicit = memory, implicit
         self.learner_options = dict(learner_options or {})
         self.add_callback(_Moments(self))
 
@@ -68,14 +75,17 @@ class XKFACMixin:
         if self.learner is not None:  # the Trainer starts again with smaller batches
             return
         self.learner = Learner(self.model_wrapped, self.memory, **self.learner_options)
+        accelerated = self.optimizer
+        sgd = sgd_among([getattr(accelerated, "optimizer", accelerated)], self.learner.protected)
         if self._checkpoint is None:
             with same_random_state():  # a loader of its own: the order of the training batches must not depend on it
-                self.learner.begin(self.get_train_dataloader())
+                self.learner.begin(self.get_train_dataloader(), sgd if self.implicit else None)
             return
         path = Path(str(self._checkpoint), STATE_FILE)
         if not path.is_file():
             raise XkfacError(f"'{path}' does not exist; resume from a checkpoint that this trainer has written")
-        self.learner.load_state_dict(torch.load(path, map_location=self.args.device))
+        state = torch.load(path, map_location=self.args.device)
+        self.learner.load_state_dict(state, sgd if state.get("implicit") else None)
 
     def save_learner(self: Any, folder: Path) -> None:
         """Write the state of the learner into the folder of a checkpoint."""
@@ -131,4 +141,4 @@ class _Moments(TrainerCallback):  # type: ignore[misc]
 
 
 class XKFACTrainer(XKFACMixin, Trainer):  # type: ignore[misc]
-    """Transformers' `Trainer` with two more arguments, `memory` and `learner_options`: see `XKFACMixin`."""
+    """Transformers' `Trainer` with the further arguments of `XKFACMixin`."""

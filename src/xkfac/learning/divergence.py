@@ -68,10 +68,10 @@ class Monitor:
             return
         self._warned_of_loss = True
         warnings.warn(
-            f"after {self._looked_at} steps the penalty is {undamped:.2g}, the nats by which it predicts the loss of past "
-            "tasks to have risen, so they are lost; start again with a lower learning rate, for SGD at most half of "
-            "learner.stable_lr(momentum), or, if the target is of another kind than the past, with task-specific BN "
-            "(method='own-bn')",
+            f"after {self._looked_at} steps the penalty is {undamped:.2g}, the nats by which it predicts the loss of "
+            "past tasks to have risen, so they are likely lost; start again with a lower learning rate, for SGD at "
+            "most half of learner.stable_lr(momentum), or, if the target is of another kind than the past, with "
+            "task-specific BN (method='own-bn')",
             XkfacWarning,
             stacklevel=5,
         )

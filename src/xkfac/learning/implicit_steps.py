@@ -37,15 +37,15 @@ class ImplicitSteps:
                 "begin(loader, optimizer) makes the steps of SGD implicit in the penalty, and cannot do so for "
                 f"{type(optimizer).__name__}, which scales its steps by itself; leave the optimizer out"
             )
-        known = set(map(id, protected))
-        groups = [group for group in optimizer.param_groups if known.intersection(map(id, group["params"]))]
+        groups = _groups_with(optimizer, protected)
         if not groups:
             raise XkfacError(
                 "the optimizer has none of the parameters that the penalty protects; make it with those of the model "
                 "that the learner has"
             )
         of = max(groups, key=lambda group: _largest(group) / (1 - group["momentum"]))
-        self.lr, self.momentum = (state["lr"], state["momentum"]) if state else (_largest(of), of["momentum"])
+        rates = (state["lr"], state["momentum"]) if state else (_largest(of), of["momentum"])
+        self.lr, self.momentum = float(rates[0]), float(rates[1])
         self.implicit = make(self.lr, self.momentum)
         if state:  # made where the network was when the task began
             for tensor, before in zip(self.implicit.tensors, state["tensors"], strict=True):
@@ -53,7 +53,21 @@ class ImplicitSteps:
         self._groups = groups
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_rates()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.implicit.step()
+            return None
+
+        def then_implicit() -> Any:  # the gradients of this step are there only when the closure has run
+            loss = closure()
+            self.implicit.step()
+            return loss
+
+        return (optimizer,), {"closure": then_implicit}
+
+    def _check_rates(self) -> None:
         for group in self._groups:
             lr = group["lr"]
             if not isinstance(lr, Tensor) and lr > 1.01 * self.lr:  # reading a tensor would wait for the device
@@ -61,11 +75,10 @@ class ImplicitSteps:
                     f"the learning rate has grown to {lr:.3g} from {self.lr:.3g} when the task began, for which the "
                     "steps are implicit in the penalty; make the scheduler before begin(loader, optimizer)",
                     XkfacWarning,
-                    stacklevel=3,
+                    stacklevel=4,
                 )
                 self._groups = []
                 break
-        self.implicit.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: about as many numbers as the protected parameters have."""
@@ -74,6 +87,21 @@ class ImplicitSteps:
     def remove(self) -> None:
         """Leave the optimizer's steps as they are again."""
         self._hook.remove()
+
+
+def sgd_among(optimizers: Iterable[Any], protected: Iterable[Tensor]) -> SGD | None:
+    """Return the optimizer whose steps can be made implicit, for frameworks that bring their own optimizers.
+
+    It is the one SGD that has protected parameters; None where there is no such optimizer, or several of them.
+    """
+    protected = list(protected)
+    found = [one for one in optimizers if isinstance(one, SGD) and _groups_with(one, protected)]
+    return found[0] if len(found) == 1 else None
+
+
+def _groups_with(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    known = set(map(id, parameters))
+    return [group for group in optimizer.param_groups if known.intersection(map(id, group["params"]))]
 
 
 def _largest(group: dict[str, Any]) -> float:
