@@ -17,7 +17,8 @@ the penalty, for several curvatures and for these treatments of BN:
 Accuracies on test images of the old and the new task, BN with stored statistics (`stored`) or with those of batches of
 32 test images of one task (`batch`); for `own` also with one of the two taken from the new task, and with the task of
 each test image inferred by a `Router` from early features or those of the source network. Steps: SGD, momentum
-0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`. Nothing is chosen here.
+0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`; with --implicit steps are
+implicit in the penalty, which allows for --lr at every strength. Nothing is chosen here.
 """
 
 from __future__ import annotations
@@ -127,9 +128,20 @@ def batches(examples: Examples, seed: int, size: int = BATCH) -> Iterator[Exampl
             yield examples[0][index], examples[1][index]
 
 
-def learn(net: nn.Module, examples: Examples, epochs: int, lr: float, seed: int, learner: xkfac.Learner | None) -> None:
+def learn(
+    net: nn.Module,
+    examples: Examples,
+    epochs: int,
+    lr: float,
+    seed: int,
+    learner: xkfac.Learner | None,
+    implicit: bool = False,
+) -> None:
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr, momentum=0.9)
+    if implicit and learner is not None:  # what `begin` does with an optimizer
+        change = learner.implicit(lr, 0.9)
+        optimizer.register_step_pre_hook(lambda *_: change.step())
     steps = epochs * (len(examples[1]) // BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     net.train()
@@ -227,6 +239,8 @@ class Case:
     seed: int
     epochs: int
     share: float
+    lr: float = LR
+    implicit: bool = False
 
     def data(self) -> tuple[Examples, Examples, Examples, Examples, Examples]:
         """Return training, held-out and test images of the old task, and training and test images of the new one."""
@@ -260,8 +274,8 @@ def start(case: Case) -> tuple[dict[str, Tensor], list[Run]]:
     both = torch.cat([train[0], target[0]]), torch.cat([train[1], target[1]])
     for name, examples in (("fine-tuning", target), ("joint training", both)):
         net = copy.deepcopy(source)
-        learn(net, examples, case.epochs, LR, case.seed + 50, None)
-        runs.append(Run(case.pair, "", name, 0.0, case.seed, LR, measured(net, source, old, new, "")))
+        learn(net, examples, case.epochs, case.lr, case.seed + 50, None)
+        runs.append(Run(case.pair, "", name, 0.0, case.seed, case.lr, measured(net, source, old, new, "")))
     return {name: tensor.cpu() for name, tensor in source.state_dict().items()}, runs
 
 
@@ -277,8 +291,8 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
         net = copy.deepcopy(source)
         learner = xkfac.Learner(net, memory, strength=strength)
         learner.begin(list(batches(target, case.seed)))
-        lr = min(LR, 0.5 * learner.stable_lr(0.9))
-        learn(net, target, case.epochs, lr, case.seed + 50, learner)
+        lr = case.lr if case.implicit else min(case.lr, 0.5 * learner.stable_lr(0.9))
+        learn(net, target, case.epochs, lr, case.seed + 50, learner, case.implicit)
         learner.close()
         found = measured(net, source, old, new, bn)
         for by in ("early", "source") if bn == "own" else ():
@@ -311,14 +325,16 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--share", type=float, default=1.0, help="the share of the training images that is used")
+    parser.add_argument("--lr", type=float, default=LR)
+    parser.add_argument("--implicit", action="store_true", help="steps that are implicit in the penalty")
     parser.add_argument("--pairs", nargs="+", default=["digits", "photographs"])
     parser.add_argument("--treatments", nargs="+", help="of BN, by default all")
     parser.add_argument("--output", type=Path, default=Path("results/one-head"))
     options = parser.parse_args()
-    record = {**provenance(), "seeds": options.seeds, "epochs": options.epochs}
+    record = {**provenance(), "seeds": options.seeds, "epochs": options.epochs, "implicit": options.implicit}
     rows = [row for row in ROWS if options.treatments is None or row[1] in options.treatments]
     cases = [
-        Case(options.data, pair, options.device, seed, options.epochs, options.share)
+        Case(options.data, pair, options.device, seed, options.epochs, options.share, options.lr, options.implicit)
         for pair in options.pairs
         for seed in range(options.seeds)
     ]

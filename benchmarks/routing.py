@@ -35,11 +35,17 @@ from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.networks.weights import load_source
 from xkfac.model.passes import norms_of
+from xkfac.routing.router import PER_TASK
 from xkfac.task_layers import task_layers_of
 
 TREES = {"imagenet": "imagenet1000-128", "birds": "cub200-128", "cars": "cars196-128", "flowers": "flowers102-128"}
 Batches = list[tuple[Tensor, Tensor]]
 BATCH = 32
+
+
+def numbers_per_task(router: xkfac.Router) -> int:
+    """Return how many numbers are kept of a task, beside its layers."""
+    return sum(getattr(router, name)[0].numel() for name in PER_TASK)
 
 
 def some(pictures: Part, count: int, device: str) -> Batches:
@@ -155,7 +161,7 @@ def routed(router: xkfac.Router, test: dict[str, Batches]) -> dict[str, Any]:
             "given": percent(torch.cat(given)),
             "inferred": percent(torch.cat(inferred)),
             "sure": 100 * torch.cat(sure).mean().item(),
-            "numbers": router.numbers_per_task,
+            "numbers": numbers_per_task(router),
         }
     return found
 
@@ -213,7 +219,7 @@ def permuted(options: argparse.Namespace) -> tuple[Any, str]:
     for task, order in enumerate(orders):
         wrong += sum(int((router(x).tasks != task).sum()) for x in test[:, order].split(500))
     found = {"tasks": options.tasks, "images": len(test) * options.tasks, "wrong": wrong}
-    found["numbers"] = router.numbers_per_task
+    found["numbers"] = numbers_per_task(router)
     return found, "\n".join(
         ["| " + " | ".join(found) + " |", "|---" * 4 + "|", "| " + " | ".join(map(str, found.values())) + " |"]
     )

@@ -138,4 +138,4 @@ def test_threads_on_copies_leave_what_a_process_shares(held):
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert torch._dynamo.eval_frame._stance == stance
-    assert not passes._depths
+    assert not passes._changing

@@ -165,7 +165,7 @@ class Memory:
             {name: names[type(block)] for name, block in self.curvature.blocks.items()},
             self.calibration,
             self.forward is not None,
-            joint and Joint(self.curvature.joint_units, joint.rows, joint.columns),
+            None if joint is None else Joint(self.curvature.joint_units, joint.rows, joint.columns),
         )
 
     @classmethod

@@ -27,7 +27,8 @@ from xkfac.model.likelihood import LIKELIHOODS, Likelihood
 from xkfac.model.tracing import Convolution
 from xkfac.model.units import Coverage, Row, Unit
 
-BLOCKS: dict[str, type[Block]] = {"kronecker": Kronecker, "diagonal": Diagonal, "corrected": Corrected}
+BlockName = Literal["kronecker", "diagonal", "corrected"]
+BLOCKS: dict[BlockName, type[Block]] = {"kronecker": Kronecker, "diagonal": Diagonal, "corrected": Corrected}
 STORED = (torch.float32, torch.bfloat16, torch.float64)
 
 _DIAGONAL = ".diagonal"  # in a name: the diagonal that goes with correlations
@@ -89,7 +90,7 @@ class Description:
     likelihood: Likely
     units: tuple[Unit, ...]
     rows: tuple[Row, ...]
-    blocks: dict[str, Literal["kronecker", "diagonal", "corrected"]]
+    blocks: dict[str, BlockName]
     calibration: Calibration | None
     forward: bool
     joint: Joint | None
@@ -163,7 +164,8 @@ def _tensors(description: Description, tensors: Mapping[str, Tensor]) -> tuple[d
     anchor = {unit.name: left.pop(f"anchor/{unit.name}") for unit in description.units}
     _check_dtypes(anchor.values(), left)
     shapes = {unit.name: unit.shape for unit in description.units}
-    members, joint = (), None
+    members: tuple[str, ...] = ()
+    joint = None
     if description.joint is not None:
         members, joint = description.joint.units, _joint(description.joint, shapes, _taken("joint", left))
     _need(sorted([*description.blocks, *members]) == sorted(shapes), "its blocks are not those of its units")

@@ -44,18 +44,9 @@ class Method:
             raise XkfacError(
                 f"interpretation is '{self.interpretation}'; it must be one of {', '.join(INTERPRETATIONS)}"
             )
-        for name in (
-            "penalised",
-            "merge",
-            "per_parameter",
-            "recentre",
-            "fixed_bn",
-            "own_bn",
-            "fixed_affine",
-            "fixed_statistics",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise XkfacError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        for name, value in vars(self).items():
+            if name not in ("name", "settings", "interpretation") and not isinstance(value, bool):
+                raise XkfacError(f"{name} is {value!r}; it must be True or False")
         self._check_contradictions()
 
     @property

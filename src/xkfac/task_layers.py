@@ -100,8 +100,8 @@ def _shared(model: nn.Module) -> dict[str, nn.Module]:
 
 def _give(model: nn.Module, paths: Iterable[str], tasks: Iterable[str]) -> None:
     names = list(tasks)
-    made = {path: TaskLayer(model.get_submodule(path), names) for path in paths}
-    for path, layer in made.items():
+    layers = {path: TaskLayer(model.get_submodule(path), names) for path in paths}
+    for path, layer in layers.items():
         model.set_submodule(path, layer)
 
 

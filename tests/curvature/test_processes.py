@@ -14,8 +14,7 @@ from torch import nn
 
 import xkfac
 from tests.helpers.shared_pass import (
-    KINDS,
-    OWN_ONLY,
+    SHARED,
     SIZES,
     SYNCHRONISED,
     drawn,
@@ -85,7 +84,9 @@ def identical(curvatures):
             assert torch.equal(one, two), name
 
 
-@pytest.mark.parametrize("name", {**KINDS, **OWN_ONLY})
+@pytest.mark.parametrize(
+    ("results", "name"), [(ranks, name) for ranks, kinds in SHARED.items() for name in kinds], indirect=["results"]
+)
 def test_processes_find_what_one_finds_over_the_same_mini_batches(results, name):
     found, _ = results
     expected = xkfac.estimate(everything(), images(), **drawn(name))

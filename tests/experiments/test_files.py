@@ -10,7 +10,7 @@ from xkfac.experiments import RunError, load_recipe, results, resume, start
 from xkfac.experiments.data.digits import load
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.data.trees import Tree, find_tree
-from xkfac.experiments.files import at_home, check_path, in_words, parse_json, read_regular, shortened
+from xkfac.experiments.files import at_home, check_path, in_words, locked, parse_json, read_regular, shortened
 from xkfac.experiments.networks.pretraining import pretrain
 from xkfac.experiments.networks.weights import load_source, save_source
 from xkfac.experiments.runs.folder import RunFolder, find_runs
@@ -129,3 +129,12 @@ def test_a_run_is_not_started_where_the_files_of_its_jobs_could_not_be_named(tmp
     assert not list(tmp_path.iterdir())
     with pytest.raises(RunError, match="is not the folder of a run"):
         RunFolder.open(tmp_path)
+
+
+def test_a_lock_is_held_by_one_or_shared_by_several(tmp_path):
+    path = tmp_path / "a" / "lock"
+    with locked(path) as first, locked(path) as second:
+        assert (first is None, second) == (False, None)
+    with locked(path, shared=True) as first, locked(path, shared=True) as second, locked(path) as third:
+        assert None not in (first, second)
+        assert third is None

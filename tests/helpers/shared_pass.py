@@ -35,6 +35,11 @@ KINDS = {
     "single": {"accumulation_dtype": torch.float32},
 }
 OWN_ONLY = {"unmerged": {"merge": False}}
+# By the number of processes: four on few cores take turns, so that they do a part of it.
+SHARED = {
+    2: [*KINDS, *OWN_ONLY],
+    4: ["mean", "hierarchical, paper's form", "free", "corrected", "paper", "unmerged"],
+}
 # What is estimated on a network whose BN layers are synchronised.
 SYNCHRONISED = ("mean", "paper", "corrected", "unmerged")
 
@@ -120,7 +125,7 @@ def process(rank, ranks, port, folder):
 def per_process(rank, ranks, folder):
     parallel = nn.parallel.DistributedDataParallel(everything())
     mine = images()[rank::ranks]
-    for name in {**KINDS, **OWN_ONLY}:
+    for name in SHARED[ranks]:
         made = xkfac.estimate(parallel, mine, **drawn(name))
         yield name, (made.curvature, made.examples)
     alone = mine if rank == 1 else []

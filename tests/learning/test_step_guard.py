@@ -327,6 +327,29 @@ def test_training_that_diverges_is_told_soon_and_without_reading_every_step():
         run(objective, INTERVAL)
 
 
+@pytest.mark.parametrize("damping", [0.0, 1.0])
+@pytest.mark.parametrize("distance", [0.5, 3.0])
+def test_a_penalty_that_says_that_the_past_is_lost_is_told_once(distance, damping):
+    model, learner = started(interpretation="eval", strength=0.1, damping=damping)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(distance)
+    for norm in (model[1], model[4]):
+        norm.momentum = 0.0
+    moves = {
+        name: one.merged_weight().detach() - learner.memory.anchor[name] for name, one in learner._step.bound.items()
+    }
+    undamped = learner.memory.curvature.quadratic(moves).item()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(lambda x, y: learner.objective(F.cross_entropy(model(x), y)), 3 * INTERVAL)
+    found = [one for one in caught if one.category is XkfacWarning]
+    assert len(found) == (undamped > 2) == (distance > 1)
+    for one in found:
+        assert f"after 16 steps the penalty is {undamped:.2g}, the nats by which it predicts" in str(one.message)
+        assert one.filename == __file__
+
+
 def test_inputs_that_are_not_finite_are_not_blamed_on_the_steps():
     model, learner = started()
     bad = torch.full((8, 6), math.inf)

@@ -12,6 +12,7 @@ from torch import nn
 import xkfac
 from xkfac import MemoryFileError, MismatchError, Router, TaskLayer, XkfacError, batch_statistics
 from xkfac.routing.density import NU, Moments, fit
+from xkfac.routing.router import PER_TASK
 
 TASKS = ("grey", "red", "loud")
 
@@ -175,7 +176,7 @@ def test_a_task_can_be_added_again_and_replaces_what_was_known():
     assert router.tasks == ["grey", "loud", "red"]
     assert router(x).tasks.tolist() == [2] * 7
     features = 2 * 3 + 2 * 6  # mean and log variance of each channel of the input and of what the first BN gets
-    assert router.numbers_per_task == features * (2 + features) + 1 + 101 + 2
+    assert sum(getattr(router, name)[0].numel() for name in PER_TASK) == features * (2 + features) + 1 + 101 + 2
 
 
 @pytest.mark.parametrize("by", ["early", "last", "source"])

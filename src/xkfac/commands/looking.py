@@ -139,8 +139,8 @@ def recipe(
     from xkfac.experiments.recipes.parsing import load_recipe, named_recipes
 
     if name is None:
-        made = {each: load_recipe(each) for each in named_recipes()}
-        rows = [(each, str(len(one.lines)), str(one.repeats), one.title) for each, one in made.items()]
+        recipes = {each: load_recipe(each) for each in named_recipes()}
+        rows = [(each, str(len(one.lines)), str(one.repeats), one.title) for each, one in recipes.items()]
         print_table(("recipe", "lines", "repeats", "title"), rows)
         return
     load_recipe(name)

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,18 +72,15 @@ def interruptible(folder: Path) -> Iterator[None]:
 def finish(folders: list[Path], output: Path, as_json: bool) -> None:
     """Write the report of runs and show the table and where things are."""
     from xkfac.experiments import results
-    from xkfac.experiments.report.figures import figure_names
     from xkfac.experiments.report.page import write_report
     from xkfac.experiments.runs.results import pooled
 
     runs = pooled([results(folder) for folder in folders])
-    page = write_report(runs, output)
-    order = {name: place for place, name in enumerate(figure_names(runs))}  # those of the recipe come first
-    files = sorted((output / "figures").glob("*.png"), key=lambda path: (order.get(path.stem, len(order)), path.stem))
+    page, files = write_report(runs, output)
     figures = [str(path) for path in files]
     if as_json:
         jobs = {
-            f"{run.recipe.name}/{name}": [job.to_dict() for job in line.jobs]
+            f"{run.recipe.name}/{name}": [asdict(job) for job in line.jobs]
             for run in runs
             for name, line in run.lines.items()
         }

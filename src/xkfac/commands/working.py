@@ -33,19 +33,15 @@ def demo(
 
     A demo that was interrupted is gone on with; one that is there already is shown again.
     """
-    from xkfac.experiments import results, resume, start
+    from xkfac.experiments import resume, start
     from xkfac.experiments.files import check_path
 
-    run = check_path(output / "run")
+    run, silent = check_path(output / "run"), quiet or as_json
     if (run / "run.json").exists():
-        found = results(run)
-        if not all(job.done for line in found.lines.values() for job in line.jobs):
-            tell(quiet or as_json, f"going on with '{run}'")
-            _with_progress(run, quiet or as_json, lambda show: resume(run, jobs=jobs, show=show))
-        else:
-            tell(quiet or as_json, f"'{run}' is complete; remove '{output}' to run the demo again")
+        tell(silent, f"'{run}' is there already and is resumed; remove '{output}' to run the demo anew")
+        _with_progress(run, silent, lambda show: resume(run, jobs=jobs, show=show))
     else:
-        _with_progress(run, quiet or as_json, lambda show: start("demo", run, jobs=jobs, device="cpu", show=show))
+        _with_progress(run, silent, lambda show: start("demo", run, jobs=jobs, device="cpu", show=show))
     finish([run], output, as_json)
 
 
@@ -66,13 +62,13 @@ def run(
     """Run a recipe in a new folder; interrupt it at will, and go on with `xkfac resume`."""
     from xkfac.experiments import load_recipe, start
 
-    made = load_recipe(recipe, settings or ())
-    folder = output or Path("runs") / made.name
+    loaded = load_recipe(recipe, settings or ())
+    folder = output or Path("runs") / loaded.name
     _with_progress(
         folder,
         quiet or as_json,
         lambda show: start(
-            made, folder, lines=lines or (), jobs=jobs, device=device, data=data, download=download, show=show
+            loaded, folder, lines=lines or (), jobs=jobs, device=device, data=data, download=download, show=show
         ),
     )
     finish([folder], folder / "report", as_json)
@@ -118,14 +114,14 @@ def tune(
     from xkfac.experiments import load_recipe
     from xkfac.experiments.tuning.tuning import tune as choose
 
-    made = load_recipe(recipe, settings or ())
-    folder = output or Path("runs") / f"{made.name}-tuned"
+    loaded = load_recipe(recipe, settings or ())
+    folder = output or Path("runs") / f"{loaded.name}-tuned"
     where: dict[str, Any] = {"device": device, "data": data, "download": download}
     _tuned(
         folder,
         quiet,
         as_json,
-        lambda show: choose(made, folder, lines=lines or (), jobs=jobs, scatter=scatter, show=show, **where),
+        lambda show: choose(loaded, folder, lines=lines or (), jobs=jobs, scatter=scatter, show=show, **where),
     )
 
 
@@ -155,12 +151,12 @@ def pretrain(
         held_out = "" if epoch.validation is None else f", validation {epoch.validation:.2f}%"
         tell(silent, f"epoch {epoch.epoch}/{epoch.epochs}: loss {epoch.loss:.4f}{held_out}, {epoch.seconds:.1f} s")
 
-    made = settings_of(Pretraining, settings or ())
-    found = train(tree, weights, made, task=task, folder=data, device=device, workers=workers, progress=show)
+    how = settings_of(Pretraining, settings or ())
+    result = train(tree, weights, how, task=task, folder=data, device=device, workers=workers, progress=show)
     if as_json:
-        print_json({"weights": str(found.weights), "validation": found.validation, "test": found.test})
+        print_json({"weights": str(result.weights), "validation": result.validation, "test": result.test})
         return
-    print(f"{len(found.classes)} classes, {found.test:.2f}% on the test part\nweights: {found.weights}")
+    print(f"{len(result.classes)} classes, {result.test:.2f}% on the test part\nweights: {result.weights}")
 
 
 def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -243,10 +244,21 @@ class KhatriRao:
 
     def own_block(self, place: int) -> Kronecker:
         """Return the block {A}_{l,l} (x) {H}_{l,l} of the unit at a place."""
-        columns = slice(sum(self.columns[:place]), sum(self.columns[: place + 1]))
-        rows = slice(sum(self.rows[:place]), sum(self.rows[: place + 1]))
-        cut = [(t.left[:, :, columns] if t.low_rank else t.left[:, columns, columns], t) for t in self.terms]
-        return Kronecker(tuple(replace(t, left=left, right=t.right[:, rows, rows]) for left, t in cut))
+        return Kronecker(self.cut([place]).terms)
+
+    def cut(self, places: Sequence[int]) -> KhatriRao:
+        """Return the blocks between the units at some places alone."""
+        starts = {sizes: [0, *accumulate(sizes)] for sizes in (self.columns, self.rows)}
+        columns, rows = (
+            [index for place in places for index in range(*starts[sizes][place : place + 2])]
+            for sizes in (self.columns, self.rows)
+        )
+        lefts = [t.left[:, :, columns] if t.low_rank else t.left[:, columns][:, :, columns] for t in self.terms]
+        terms = [
+            replace(t, left=left, right=t.right[:, rows][:, :, rows]) for t, left in zip(self.terms, lefts, strict=True)
+        ]
+        sizes = (tuple(sizes[place] for place in places) for sizes in (self.rows, self.columns))
+        return KhatriRao(tuple(terms), *sizes)
 
     def average(self, other: KhatriRao, own: float, others: float, *, homogeneous: Sequence[bool] = ()) -> KhatriRao:
         """Return own * (this) + others * (the other), every two terms as one; a unit's own block as `Kronecker` does.

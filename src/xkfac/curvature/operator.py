@@ -139,13 +139,6 @@ class Curvature:
             products.update(zip(self.joint_units, joint, strict=True))
         return products
 
-    def add_product(self, displacements: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        """Add H v to `out`, each [groups, rows, columns] by unit, in place (eq. bp)."""
-        for name, block in self.blocks.items():
-            block.add_product(displacements[name], out[name])
-        if self.joint is not None:
-            self.joint.add_product([displacements[n] for n in self.joint_units], [out[n] for n in self.joint_units])
-
     def quadratic(self, displacements: Mapping[str, Tensor]) -> Tensor:
         """Return v^T H v / 2, a scalar."""
         products = self.product(displacements)
@@ -178,7 +171,7 @@ class Curvature:
         places = [place for place, name in enumerate(self.joint_units) if name not in units]
         if self.joint is None or len(places) == len(self.joint_units):
             return Curvature(blocks, self.joint, self.joint_units)
-        joint = _cut(self.joint, places) if places else None
+        joint = self.joint.cut(places) if places else None
         return Curvature(blocks, joint, tuple(self.joint_units[place] for place in places))
 
     def extend(
@@ -204,25 +197,6 @@ class Curvature:
             extended = {"homogeneous": [name in homogeneous for name in self.joint_units]}
             joint = _sum(joint, other.joint, own, others, keep, extended)
         return Curvature(blocks, joint, self.joint_units)
-
-
-def _cut(joint: KhatriRao, places: Sequence[int]) -> KhatriRao:
-    """Return the blocks between the units at some places alone."""
-    chosen = []
-    for sizes in (joint.columns, joint.rows):
-        starts = [sum(sizes[:place]) for place in places]
-        pairs = zip(starts, places, strict=True)
-        chosen.append([index for start, place in pairs for index in range(start, start + sizes[place])])
-    columns, rows = chosen
-    terms = [
-        replace(
-            term,
-            left=term.left[:, :, columns] if term.low_rank else term.left[:, columns][:, :, columns],
-            right=term.right[:, rows][:, :, rows],
-        )
-        for term in joint.terms
-    ]
-    return KhatriRao(tuple(terms), *(tuple(sizes[place] for place in places) for sizes in (joint.rows, joint.columns)))
 
 
 def is_finite(tensor: Tensor) -> bool:

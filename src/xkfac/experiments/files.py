@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
+import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,27 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write a file, replacing what is there only once all is on disk; raises OSError when that fails."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, shared: bool = False, wait: float = 0.0) -> Iterator[int | None]:
+    """Lock a file, made if need be, for as long as this lasts; yield its descriptor, or None where others hold it.
+
+    A lock ends with the processes that hold its descriptor, however they end. shared: several may hold it so. wait: how
+    many seconds others are waited for.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    end = time.monotonic() + wait
+    with os.fdopen(handle, "rb+") as file:
+        while handle is not None:
+            try:
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                handle = handle if time.monotonic() < end else None
+                time.sleep(0.02 if wait else 0.0)
+        yield handle
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

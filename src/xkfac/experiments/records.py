@@ -28,7 +28,6 @@ def _is_number(value: Any) -> bool:
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-TABLE = Kind("a table", lambda value: isinstance(value, dict))
 WHOLE = Kind("a whole number", _is_whole)
 COUNT = Kind("a whole number of at least 0", lambda value: _is_whole(value) and value >= 0)
 NUMBER = Kind("a finite number", _is_number)

@@ -34,14 +34,14 @@ def kron_of(model: nn.Module, memory: Memory) -> Kron:
 
     Raises XkfacError for an eigenvalue-corrected curvature.
     """
-    found: dict[int, list[Tensor]] = {}
+    blocks: dict[int, list[Tensor]] = {}
     for name, one in bind(model, memory.units).items():
         block = memory.curvature.block(name)
         assert block is not None
         if not isinstance(block, (Kronecker, Diagonal)):
             raise XkfacError(f"unit '{name}' has corrected factors, which are no Kron; use another method")
-        found.update(_blocks(one, block))
-    return Kron([found.get(id(p), [p.detach().new_zeros(p.numel())]) for p in model.parameters() if p.requires_grad])
+        blocks.update(_blocks(one, block))
+    return Kron([blocks.get(id(p), [p.detach().new_zeros(p.numel())]) for p in model.parameters() if p.requires_grad])
 
 
 def _blocks(one: BoundUnit, block: Block) -> Iterable[tuple[int, list[Tensor]]]:
@@ -126,8 +126,8 @@ class XKFACLaplace(KronLaplace):  # type: ignore[misc]
                 self.loss += self.backend.factor * self.backend.lossfunc(output, y)
                 self.n_data += size
         self.n_outputs = self.model.output_size = output.shape[-1]
-        found = kron_of(self.model, memory.to(self._device, self._dtype))
-        self.H_facs = found * (self.n_data * _scale(memory, likelihood))
+        kron = kron_of(self.model, memory.to(self._device, self._dtype))
+        self.H_facs = kron * (self.n_data * _scale(memory, likelihood))
         self.H = self.H_facs.decompose(damping=self.damping)
 
 

@@ -21,5 +21,5 @@ def pushed(merged: Sequence[Tensor], parameters: Sequence[Tensor], v: Sequence[T
 
 def pulled(merged: Sequence[Tensor], parameters: Sequence[Tensor], u: Sequence[Tensor]) -> list[Tensor]:
     """Return J^T u."""
-    found = torch.autograd.grad(merged, parameters, u, retain_graph=True, allow_unused=True, materialize_grads=True)
-    return list(found)
+    gradients = torch.autograd.grad(merged, parameters, u, retain_graph=True, allow_unused=True, materialize_grads=True)
+    return list(gradients)

@@ -96,10 +96,10 @@ class TaskSequence:
     def _calibrate(self, model: nn.Module, memory: Memory, held_out: Iterable[Any]) -> None:
         """Measure the memory's calibration, alike on all processes: that of the first."""
         options = self.calibrate if isinstance(self.calibrate, Mapping) else {}
-        found = [calibrated(model, memory, held_out, **options).calibration]
+        measured = [calibrated(model, memory, held_out, **options).calibration]
         if dist.is_available() and dist.is_initialized():
-            dist.broadcast_object_list(found)
-        self.memory = replace(memory, calibration=found[0])
+            dist.broadcast_object_list(measured)
+        self.memory = replace(memory, calibration=measured[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory, and the state of the task in progress, for `torch.save`."""

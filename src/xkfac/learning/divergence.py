@@ -18,6 +18,9 @@ from xkfac.model.merged_weight import BoundUnit
 INTERVAL = 16
 """Steps from one look to the next."""
 
+LOST = 2.0
+"""L_s without damping, in nats, above which past tasks are lost; the real rise of their loss is rather larger."""
+
 
 class Monitor:
     """Looks at the penalty every `INTERVAL` steps, at values that the device has already worked out.
@@ -29,14 +32,14 @@ class Monitor:
         self._radius = radius
         self.history = History()
         self._steps = self._looked_at = 0
-        self._warned = False
+        self._warned = self._warned_of_loss = False
         self._look: _Look | None = None
 
     def is_finite(self, penalty: Tensor, loss: Tensor, undamped: Callable[[], Tensor]) -> bool:
         """Take in L_s and L_t of a step, and say whether what was last looked at is finite.
 
         undamped: gives L_s without damping, which is called where it is needed. Warns once of a penalty beyond the
-        radius. Nothing is looked at while a CUDA graph is captured.
+        radius, and once of one that says that the past is lost. Nothing is looked at while a CUDA graph is captured.
         """
         if penalty.is_cuda and torch.cuda.is_current_stream_capturing():
             return True
@@ -52,10 +55,26 @@ class Monitor:
         self.history.steps.append(self._looked_at)
         self.history.penalties.append(value)
         self.history.losses.append(seen)
+        if LOST < value < math.inf and not self._warned_of_loss:
+            self._judge_lost(undamped().item())
         for one in rest:
             self.history.over_radius.append(one / self._radius if self._radius else math.inf)
             self.judge(one, stacklevel=5)
         return math.isfinite(value)
+
+    def _judge_lost(self, undamped: float) -> None:
+        """Warn once, in the user's line, of a penalty without damping that says that the past is lost."""
+        if not undamped > LOST:
+            return
+        self._warned_of_loss = True
+        warnings.warn(
+            f"after {self._looked_at} steps the penalty is {undamped:.2g}, the nats by which it predicts the loss of "
+            "past tasks to have risen, so they are likely lost; start again with a lower learning rate, for SGD at "
+            "most half of learner.stable_lr(momentum), or, if the target is of another kind than the past, with "
+            "task-specific BN (method='own-bn')",
+            XkfacWarning,
+            stacklevel=5,
+        )
 
     def judge(self, undamped: float, stacklevel: int = 4) -> None:
         """Warn once, in the user's line, of a penalty without damping that is beyond the radius."""

@@ -44,7 +44,8 @@ class ImplicitSteps:
                 "that the learner has"
             )
         of = max(groups, key=lambda group: _largest(group) / (1 - group["momentum"]))
-        self.lr, self.momentum = (state["lr"], state["momentum"]) if state else (_largest(of), of["momentum"])
+        rates = (state["lr"], state["momentum"]) if state else (_largest(of), of["momentum"])
+        self.lr, self.momentum = float(rates[0]), float(rates[1])
         self.implicit = make(self.lr, self.momentum)
         if state:  # made where the network was when the task began
             for tensor, before in zip(self.implicit.tensors, state["tensors"], strict=True):

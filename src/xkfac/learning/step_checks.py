@@ -33,11 +33,11 @@ def check_reduction(loss: Tensor) -> None:
     Only what autograd shows is noticed: a loss that was divided by anything passes, be it the number of examples.
     """
     node: Any = loss.grad_fn
-    found = getattr(node, "_saved_reduction", None)
+    reduction = getattr(node, "_saved_reduction", None)
     if type(node).__name__.startswith("SumBackward") and node.next_functions:
         inner = getattr(node.next_functions[0][0], "_saved_reduction", None)
-        found = None if inner is None else _SUM
-    if found == _SUM:
+        reduction = None if inner is None else _SUM
+    if reduction == _SUM:
         raise XkfacError(
             "the loss is a sum over the batch and the penalty is per example; use reduction='mean', or divide the sum "
             "by the number of examples"

@@ -113,7 +113,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     Raises XkfacError while another thread is inside with the same model, or with one that shares layers with it.
     """
-    with _only_thread(model):
+    with _only_thread(model), torch.inference_mode(False):
         yield from _restored(model)
 
 
@@ -141,14 +141,19 @@ class NoisyWeights:
 
 
 # The modules and parameters that passes are changing, by id, each with its thread; kept beside the modules, whose
-# copies and pickles have nothing of it.
+# copies and pickles have nothing of it. Then what the last pass to end puts back.
 _changing: dict[int, int] = {}
+_put_back = ExitStack()
 _changes = threading.Lock()  # guards all that passes of several threads share
 
 
 @contextmanager
 def _only_thread(model: nn.Module) -> Iterator[None]:
-    """Refuse what another thread is changing; the same thread may enter again."""
+    """Refuse what another thread is changing; put back random state and how compiled code runs, which all share.
+
+    The same thread may enter again. While several threads are inside, none can tell its own changes from those of
+    others: the last to leave puts back what was there when the first entered.
+    """
     own = threading.get_ident()
     with _changes:
         entered = {id(part) for part in (*model.modules(), *model.parameters())}
@@ -157,6 +162,10 @@ def _only_thread(model: nn.Module) -> Iterator[None]:
                 "another thread is running a pass over this model and has changed its flags until it is done; wait for "
                 "it, or give each thread a deep copy of the model"
             )
+        before = _random_state()
+        if not _changing:
+            _put_back.callback(_set_random_state, before)
+            _put_back.enter_context(_as_written())
         entered -= _changing.keys()
         _changing.update(dict.fromkeys(entered, own))
     try:
@@ -165,10 +174,14 @@ def _only_thread(model: nn.Module) -> Iterator[None]:
         with _changes:
             for part in entered:
                 del _changing[part]
+            if not _changing:
+                _put_back.close()
+            elif {*_changing.values()} == {own}:
+                _set_random_state(before)
 
 
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Restore what is the model's own, and what all threads of the process share."""
+    """Restore buffers and flags of a model."""
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     values = {
         buffer: buffer.detach().clone()
@@ -183,53 +196,20 @@ def _restored(model: nn.Module) -> Iterator[None]:
         if hasattr(module, name)
     ]
     needs_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    with _same_process_state(), torch.inference_mode(False):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in values.items():
-                    buffer.copy_(value)
-            for module, held in buffers:
-                module._buffers.clear()
-                module._buffers.update(held)
-            for module, name, flag in flags:
-                setattr(module, name, flag)
-            for parameter, flag in needs_grad:
-                if parameter.requires_grad != flag:
-                    parameter.requires_grad_(flag)
-
-
-# How deep each thread is inside of passes, whatever the models, and what the last one to leave puts back.
-_depths: dict[int, int] = {}
-_put_back = ExitStack()
-
-
-@contextmanager
-def _same_process_state() -> Iterator[None]:
-    """Put back random state and how compiled code runs, which all threads share.
-
-    While several threads are inside, none can tell its own changes from those of others: the last to leave puts back
-    what the first has found.
-    """
-    own = threading.get_ident()
-    with _changes:
-        if not _depths:
-            _put_back.callback(_set_random_state, _random_state())
-            _put_back.enter_context(_as_written())
-        _depths[own] = _depths.get(own, 0) + 1
-        before = _random_state()
     try:
         yield
     finally:
-        with _changes:
-            _depths[own] -= 1
-            if _depths[own] == 0:
-                del _depths[own]
-            if not _depths:
-                _put_back.close()
-            elif _depths.keys() == {own}:
-                _set_random_state(before)
+        with torch.no_grad():
+            for buffer, value in values.items():
+                buffer.copy_(value)
+        for module, held in buffers:
+            module._buffers.clear()
+            module._buffers.update(held)
+        for module, name, flag in flags:
+            setattr(module, name, flag)
+        for parameter, flag in needs_grad:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
 
 
 @contextmanager

@@ -204,8 +204,8 @@ def _replace(
     arguments: dict[str, Any],
 ) -> nn.Module:
     """Replace all layers of class `old`, or none where one cannot be; a layer that is used twice stays shared."""
-    found = {module: path for path, module in model.named_modules() if isinstance(module, old)}
-    new = {module: _convert(module, path, table, arguments) for module, path in found.items()}
+    paths = {module: path for path, module in model.named_modules() if isinstance(module, old)}
+    new = {module: _convert(module, path, table, arguments) for module, path in paths.items()}
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child in new:

@@ -49,8 +49,8 @@ class BnReading(Reading):
     placeholders: tuple[Tensor, Tensor]
     sums: bool
 
-    def __init__(self, found: Sequence[Tensor], eps: float, population: Tensor | None) -> None:
-        mean, inverse, *placeholders = found
+    def __init__(self, tensors: Sequence[Tensor], eps: float, population: Tensor | None) -> None:
+        mean, inverse, *placeholders = tensors
         names = ("mean", "inverse", "placeholders", "sums", "_eps", "population")
         values = (mean, inverse, tuple(placeholders), mean.device.type == "cuda", eps, population)
         for name, value in zip(names, values, strict=True):
@@ -134,8 +134,8 @@ class Tap:
         population = self._population_read()
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
-        output, *found = _Normalised.apply(input, module.weight, module.bias, module, self)  # type: ignore[no-untyped-call]
-        return output, BnReading(found, module.eps, population)
+        output, *tensors = _Normalised.apply(input, module.weight, module.bias, module, self)  # type: ignore[no-untyped-call]
+        return output, BnReading(tensors, module.eps, population)
 
     def _population(self) -> Tensor | None:
         return None if self._side is None else self._side.population(self._bound.unit.name)
@@ -157,13 +157,13 @@ class Tap:
 
     def count(self, number: int, device: torch.device) -> Tensor:
         """Return how many values a channel has, as BN's kernels take it."""
-        found = self._counts.get(number)
-        if found is None:
-            found = torch.full((1,), number, dtype=torch.int32, device=device)
+        count = self._counts.get(number)
+        if count is None:
+            count = torch.full((1,), number, dtype=torch.int32, device=device)
             # What is made while a graph is captured has its value in replays of that graph alone.
             if not torch.cuda.is_current_stream_capturing():
-                self._counts[number] = found
-        return found
+                self._counts[number] = count
+        return count
 
 
 class _Normalised(torch.autograd.Function):
@@ -189,12 +189,12 @@ class _Normalised(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse = ctx.saved_tensors
         ctx.tap.wait()
-        found: tuple[Tensor | None, ...] = (None, None, None)
+        gradients: tuple[Tensor | None, ...] = (None, None, None)
         if gradient is not None and input.device.type == "cuda" and not torch.is_grad_enabled():
-            found, given = _by_sums(ctx, gradient, given), (None, None)
+            gradients, given = _by_sums(ctx, gradient, given), (None, None)
         elif gradient is not None:
             known = mean.detach(), inverse.detach()  # the derivative of this function takes them for functions of h
-            found = torch.ops.aten.native_batch_norm_backward(
+            gradients = torch.ops.aten.native_batch_norm_backward(
                 gradient, input, weight, None, None, *known, True, ctx.eps, ctx.needs_input_grad[:3]
             )
         if input.device.type == "cuda":
@@ -202,7 +202,7 @@ class _Normalised(torch.autograd.Function):
         to_mean, to_var = _total(to_mean, given[0]), given[1]
         if to_inverse is not None:
             to_var = _total(to_var, to_inverse * inverse.pow(3) * -0.5)
-        own, *affine = found
+        own, *affine = gradients
         if to_mean is not None or to_var is not None:
             own = plus_statistics(own, input, mean, to_mean, to_var)
         wanted = ctx.needs_input_grad[1:3]
@@ -212,11 +212,11 @@ class _Normalised(torch.autograd.Function):
 def _from_sums(changes: Sequence[Tensor | None], inverse: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return dL/dmean = -s dS and dL/dvar = -s dX / (2 (var + eps)), where dS and dX are given."""
     factors = (-1.0, 0), (-0.5, 2)
-    found = [
+    gradients = [
         None if change is None else factor * change * inverse.pow(1 + power)
         for change, (factor, power) in zip(changes, factors, strict=True)
     ]
-    return tuple(one if one is None or weight is None else one * weight for one in found)
+    return tuple(one if one is None or weight is None else one * weight for one in gradients)
 
 
 def _by_sums(

@@ -143,14 +143,14 @@ class FusedPenalty:
 
     def _from_bn(self, readings: Mapping[str, Reading]) -> list[BnReading] | None:
         """Return the readings of all units with BN, if BN itself has made them all."""
-        made = [one for unit in self._merged if isinstance(one := readings.get(unit.name), BnReading)]
-        return made if len(made) == len(self._merged) else None
+        own = [one for unit in self._merged if isinstance(one := readings.get(unit.name), BnReading)]
+        return own if len(own) == len(self._merged) else None
 
     def _inputs(self, readings: Mapping[str, Reading]) -> list[Tensor | None]:
         """Return what L_s is a function of: the weights of all units, then the vectors, those of statistics too."""
         statistics: list[tuple[Tensor | None, Tensor | None]]
-        if (made := self._from_bn(readings)) is not None:
-            statistics = [one.placeholders for one in made]
+        if (own := self._from_bn(readings)) is not None:
+            statistics = [one.placeholders for one in own]
         else:
             read = [readings.get(one.name) for one in self._merged]
             statistics = [(None, None) if one is None else (one.mean, one.var) for one in read]
@@ -171,10 +171,10 @@ class FusedPenalty:
         mean, var = inputs[start : start + count], inputs[start + count : start + 2 * count]
         if not any(one is not None and one.requires_grad for one in mean):
             return None
-        if (made := self._from_bn(readings)) is not None:
-            both = torch.cat([*(one.mean for one in made), *(one.inverse for one in made)])
+        if (own := self._from_bn(readings)) is not None:
+            both = torch.cat([*(one.mean for one in own), *(one.inverse for one in own)])
             batch_mean, inverse = both.to(self._origin.dtype).view(2, -1)
-            return _Statistics(batch_mean, inverse, made[0].sums)
+            return _Statistics(batch_mean, inverse, own[0].sums)
         ones, zeros = self._fillers
         both = torch.cat([*self._filled(mean, zeros), *self._filled(var, ones)])
         batch_mean, batch_var = both.to(self._origin.dtype).view(2, -1)
@@ -198,12 +198,12 @@ class FusedPenalty:
         self._products.add(self._displacement, product)
         if not gradient:
             return _Result(product, None, None)
-        inner, found = self._vector_gradients(tall, rows, product)
+        inner, vectors = self._vector_gradients(tall, rows, product)
         if statistics is not None:
             if side is not None:
                 side.catch_up(statistics.mean)
-            self._add_statistics(statistics, rows, inner, found)
-        return _Result(product, rows.scale, found)
+            self._add_statistics(statistics, rows, inner, vectors)
+        return _Result(product, rows.scale, vectors)
 
     def value(self, result: _Result) -> Tensor:
         """Return L_s, half the inner product of W~ - W~* and P, of the latest evaluation, once."""
@@ -238,9 +238,9 @@ class FusedPenalty:
 
         Those in the mini-batch's mean and variance are left open.
         """
-        found = torch.empty_like(self._start)
+        vectors = torch.empty_like(self._start)
         inner = torch.empty_like(rows.scale)
-        to_gamma, to_bias, _, _, to_last = found.split([*[self._count] * 4, len(self._places)])  # type: ignore[no-untyped-call]
+        to_gamma, to_bias, _, _, to_last = vectors.split([*[self._count] * 4, len(self._places)])  # type: ignore[no-untyped-call]
         torch.index_select(product, 0, self._places, out=to_last)
         to_beta = to_last[: self._count]
         torch.mul(rows.scale, to_beta, out=to_bias)
@@ -249,15 +249,15 @@ class FusedPenalty:
                 ours = each.weight(product)
                 torch.sum(ours if weight is None else ours * weight, 1, True, out=each.channels(inner))
         torch.addcmul(inner, to_beta, rows.offset, out=to_gamma).mul_(rows.inverse)
-        return inner, found
+        return inner, vectors
 
-    def _add_statistics(self, statistics: _Statistics, rows: _Rows, inner: Tensor, found: Tensor) -> None:
+    def _add_statistics(self, statistics: _Statistics, rows: _Rows, inner: Tensor, vectors: Tensor) -> None:
         """Write the gradients in mean and variance: -s p_b and -s (p_w . w + p_b (b - mean)) / (2 (var + eps)).
 
         As sums (see `BnReading`) they are p_b r and (p_w . w + p_b (b - mean)) r, with the r of BRN,
         sqrt(var + eps) / sqrt(spread + eps).
         """
-        _, to_bias, to_mean, to_var, to_beta = found[: 5 * self._count].view(5, -1)
+        _, to_bias, to_mean, to_var, to_beta = vectors[: 5 * self._count].view(5, -1)
         torch.addcmul(inner, to_beta, rows.bias - statistics.mean, out=to_var)
         if statistics.sums:
             r = rows.inverse / statistics.inverse
@@ -277,17 +277,17 @@ class FusedPenalty:
         if side is not None:
             side.give_statistics(vectors)
         scale = result.scale * factor
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for each in self._groups:
             count = len(each.members)
-            if all(one is None for one in wanted[len(found) : len(found) + count]):
-                found += [None] * count
+            if all(one is None for one in wanted[len(gradients) : len(gradients) + count]):
+                gradients += [None] * count
             else:
                 weight = each.weight(result.product)
                 gradient = weight * (each.channels(scale) if each.role == "merged" else factor)
-                found += [one.unflat(own) for one, own in zip(each.members, gradient.chunk(count), strict=True)]
-        found += vectors.split(self._sizes)  # type: ignore[no-untyped-call]
-        return [None if one is None else _as(one, want) for one, want in zip(found, wanted, strict=True)]
+                gradients += [one.unflat(own) for one, own in zip(each.members, gradient.chunk(count), strict=True)]
+        gradients += vectors.split(self._sizes)  # type: ignore[no-untyped-call]
+        return [None if one is None else _as(one, want) for one, want in zip(gradients, wanted, strict=True)]
 
 
 def accumulate(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -37,14 +37,14 @@ class Implicit:
     def __init__(
         self, curvature: Curvature, bound: Iterable[BoundUnit], weight: float, rank: int, seed: int = 0
     ) -> None:
-        found: list[tuple[Tensor, _Part]] = []
+        pairs: list[tuple[Tensor, _Part]] = []
         generator = torch.Generator("cpu").manual_seed(seed)
         for one in bound:
             block = curvature.block(one.unit.name)
             if block is not None and one.unit.kind in ("linear", "conv", "free"):
-                found += _parts_of(one, block, weight, rank, generator)
+                pairs += _parts_of(one, block, weight, rank, generator)
         alike: dict[tuple[Any, ...], list[tuple[Tensor, _Part]]] = {}
-        for parameter, part in found:
+        for parameter, part in pairs:
             alike.setdefault((type(part), parameter.shape, parameter.stride(), part.shape), []).append(
                 (parameter, part)
             )
@@ -197,20 +197,20 @@ def _parts_of(
         return []
     by_group = scale.view(groups, rows, 1)
     terms = [(term, by_group * term.right * by_group.mT) for term in block.terms]
-    found: list[tuple[Tensor, _Part]] = [(one.weight, _Turned.inverse(one, terms, weight, rank, generator))]
+    pairs: list[tuple[Tensor, _Part]] = [(one.weight, _Turned.inverse(one, terms, weight, rank, generator))]
     if not one.unit.homogeneous:
-        return found
+        return pairs
     last = [_diagonal(term, columns)[:, -1, None, None] for term in block.terms]
     if one.bias is not None:
         total = torch.stack([a * right for a, (_, right) in zip(last, terms, strict=True)]).sum(0)
-        found.append((one.bias, _Mixed.inverse(total, weight)))
+        pairs.append((one.bias, _Mixed.inverse(total, weight)))
     if affine:
         total = torch.stack([a * term.right for a, term in zip(last, block.terms, strict=True)]).sum(0)
-        found.append((one.norm.bias, _Mixed.inverse(total, weight)))
+        pairs.append((one.norm.bias, _Mixed.inverse(total, weight)))
         rows_of = along.view(groups, rows, columns).to(total.dtype)
         squares = torch.stack([t.right * torch.bmm(rows_of, _times(t, rows_of.mT)) for t in block.terms]).sum(0)
-        found.append((one.norm.weight, _Mixed.inverse(squares, weight)))
-    return found
+        pairs.append((one.norm.weight, _Mixed.inverse(squares, weight)))
+    return pairs
 
 
 def _scaled(parameter: Tensor, curvature: Tensor, weight: float) -> _Scaled:

@@ -25,7 +25,27 @@ WIDEST = {"cuda": 1200}
 _WIDEST_ELSEWHERE = 64
 
 
-class Member:
+class _Place:
+    """Where matrices W~ [groups, rows, columns] lie in a flat tensor: from `start`, their rows `width` apart."""
+
+    def __init__(self, shape: tuple[int, int, int], width: int, start: int = 0) -> None:
+        self.shape, self.width, self.start = shape, width, start
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """Return W~ [groups, rows, columns]."""
+        return self._view(flat, self.shape[2])
+
+    def padded(self, flat: Tensor) -> Tensor:
+        """Return W~ with its zeros, [groups, rows, width]."""
+        return self._view(flat, self.width)
+
+    def _view(self, flat: Tensor, columns: int) -> Tensor:
+        groups, rows, _ = self.shape
+        steps = (rows * self.width, self.width, 1)
+        return flat.as_strided((groups, rows, columns), steps, self.start + int(flat.storage_offset()))
+
+
+class Member(_Place):
     """A unit and its part of a flat tensor, which starts at `start`.
 
     role: `merged`, a layer with BN, or BN alone; `plain`, a layer with a bias; `whole`, what has one tensor as its W~.
@@ -35,9 +55,10 @@ class Member:
     """
 
     def __init__(self, bound: BoundUnit, row: int = 1) -> None:
-        self.bound, self.name, self.start = bound, bound.unit.name, 0
-        groups, rows, columns = bound.unit.shape
-        self.rows, self.columns, self.width = groups * rows, columns, -(-columns // row) * row
+        self.bound, self.name = bound, bound.unit.name
+        groups, rows, self.columns = bound.unit.shape
+        super().__init__(bound.unit.shape, -(-self.columns // row) * row)
+        self.rows = groups * rows
         self.role = "whole"
         if bound.norm is not None and bound.unit.kind in ("linear", "conv", "norm"):
             self.role = "merged"
@@ -65,45 +86,25 @@ class Member:
         """Return W~* [groups, rows, columns] with its columns in their order here."""
         return anchor if self.order is None else anchor.index_select(2, self.order.to(anchor.device))
 
-    def whole(self, flat: Tensor) -> Tensor:
-        """Return W~ [groups, rows, columns]."""
-        return _whole(flat, self.bound.unit.shape, self.start, self.width)
-
-    def padded(self, flat: Tensor) -> Tensor:
-        """Return W~ with its zeros, [groups, rows, width]."""
-        groups, rows, _ = self.bound.unit.shape
-        return _whole(flat, (groups, rows, self.width), self.start, self.width)
-
     def bias_places(self) -> Tensor:
         """Return the places [C] of the last column of W~."""
         return torch.arange(self.rows) * self.width + self.start + self.columns - 1
 
 
-class Group:
+class Group(_Place):
     """Units of one shape, one matrix on top of the other, from `start` to `end` of a flat tensor.
 
     `first` is the place of the first of their channels among those of all BN.
     """
 
     def __init__(self, members: Sequence[Member], start: int, first: int) -> None:
-        self.members, self.start, self.first = members, start, first
-        one = members[0]
+        self.members, self.first, self._one = members, first, members[0]
+        one = self._one
+        super().__init__((len(members) * one.shape[0], *one.shape[1:]), one.width, start)
         self.role, self.rows = one.role, len(members) * one.rows
-        self._one = one
         for place, member in enumerate(members):
             member.start = start + place * one.rows * one.width
-        self.width = one.width
         self.end = start + self.rows * one.width
-
-    def whole(self, flat: Tensor) -> Tensor:
-        """Return W~ of all, [members * groups, rows, columns]."""
-        groups, rows, columns = self._one.bound.unit.shape
-        return _whole(flat, (len(self.members) * groups, rows, columns), self.start, self.width)
-
-    def padded(self, flat: Tensor) -> Tensor:
-        """Return W~ of all with their zeros, [members * groups, rows, width]."""
-        groups, rows, _ = self._one.bound.unit.shape
-        return _whole(flat, (len(self.members) * groups, rows, self.width), self.start, self.width)
 
     def weight(self, flat: Tensor) -> Tensor:
         """Return W~ of all but for a bias, [members * C, D]."""
@@ -152,8 +153,8 @@ class Products:
             alone = [one for one in each.members if one.name in curvature.blocks]
             blocks = [_arranged(curvature.blocks[one.name], one.order) for one in alone]
             stacked = stack(blocks) if len(alone) == len(each.members) else None
-            found = zip(blocks, alone, strict=True) if stacked is None else [(stacked, each)]
-            for block, place in found:
+            pairs = zip(blocks, alone, strict=True) if stacked is None else [(stacked, each)]
+            for block, place in pairs:
                 padded = _padded(block, place.width)
                 self._parts.append((in_bfloat16(padded) if coarse else padded, place))
         self._rounds = any(isinstance(block, Rounded) for block, _ in self._parts)
@@ -297,7 +298,3 @@ def _wider(factor: Tensor, rows: int, columns: int) -> Tensor:
     wider = factor.new_zeros(len(factor), rows, columns)
     wider[:, : factor.shape[1], : factor.shape[2]] = factor
     return wider
-
-
-def _whole(flat: Tensor, shape: tuple[int, int, int], start: int, width: int) -> Tensor:
-    return flat.as_strided(shape, (shape[1] * width, width, 1), start + int(flat.storage_offset()))

@@ -25,7 +25,7 @@ def stiffness(gradients: Callable[[], Iterable[tuple[Tensor, Tensor]]], iteratio
     def gradient(step: float) -> list[Tensor]:
         for parameter, start, along in zip(parameters, before, direction, strict=True):
             parameter.copy_(start.add(along, alpha=step))
-        return [found.clone() for _, found in gradients()]
+        return [one.clone() for _, one in gradients()]
 
     largest = torch.zeros(())
     try:

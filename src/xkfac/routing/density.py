@@ -86,5 +86,5 @@ def fit(moments: Moments, unit: Tensor, rank: int, floor: float = FLOOR) -> Dens
     size = len(values)
     constant = math.lgamma((NU + size) / 2) - math.lgamma(NU / 2) - size / 2 * math.log(NU * math.pi)
     thin = torch.linalg.solve_triangular(root, weighted.T, upper=False).T
-    made = Densities(moments.mean / unit, variance.reciprocal(), thin, constant - 0.5 * determinant)
-    return made.apply(lambda one: one[None].float())
+    density = Densities(moments.mean / unit, variance.reciprocal(), thin, constant - 0.5 * determinant)
+    return density.apply(lambda one: one[None].float())

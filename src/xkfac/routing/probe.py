@@ -81,10 +81,10 @@ def statistics(x: Tensor) -> list[Tensor]:
 
 def last_features(model: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """Return the input [N, F] of the linear layer that a run of a model calls last, and what the run gives."""
-    found: list[Tensor] = []
+    seen: list[Tensor] = []
 
     def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        found[:] = inputs[:1]
+        seen[:] = inputs[:1]
 
     hooks = [one.register_forward_pre_hook(note) for one in model.modules() if isinstance(one, nn.Linear)]
     try:
@@ -92,17 +92,17 @@ def last_features(model: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, 
     finally:
         for hook in hooks:
             hook.remove()
-    if not found or found[0].dim() != 2:
+    if not seen or seen[0].dim() != 2:
         raise XkfacError("the network ends in no linear layer with inputs [N, F]; infer tasks by='early' features")
-    return found[0].detach().float(), answers
+    return seen[0].detach().float(), answers
 
 
 def plain(model: nn.Module, task: str) -> nn.Module:
     """Return a copy of a model in evaluation mode, with the layers of one task in place of every `TaskLayer`."""
-    made = copy.deepcopy(model).eval()
-    for path, layer in task_layers_of(made).items():
-        made.set_submodule(path, layer.of[task])
-    return made
+    network = copy.deepcopy(model).eval()
+    for path, layer in task_layers_of(network).items():
+        network.set_submodule(path, layer.of[task])
+    return network
 
 
 def _called(model: nn.Module, x: Any) -> list[str]:

@@ -71,11 +71,6 @@ class Router(nn.Module):
             self.register_buffer(name, None)
 
     @property
-    def numbers_per_task(self) -> int:
-        """How many numbers are kept of a task, beside its layers."""
-        return sum(getattr(self, name)[0].numel() for name in PER_TASK) if self.tasks else 0
-
-    @property
     def active_task(self) -> str:
         """The task whose layers are active in the model.
 
@@ -224,35 +219,20 @@ class Router(nn.Module):
         """Return a copy of the model with the layers of one task alone, for export, or for use without a router."""
         return _Fixed(plain(unwrap(self.model), task), task, self.using)
 
-    def description(self) -> dict[str, Any]:
-        """Return, as plain values, what `restore` needs beside the tensors of `statistics`."""
-        probe = self.probe.description() if isinstance(self.probe, Probe) else None
-        return {"by": self.by, "rank": self.rank, "tasks": self.tasks, "probe": probe}
-
-    def statistics(self) -> dict[str, Tensor]:
-        """Return the statistics of the tasks, and the frozen layers that features are taken from."""
-        kept = {f"statistics/{name}": getattr(self, name) for name in ("unit", *PER_TASK)} if self.tasks else {}
-        frozen = {} if self.probe is None else self.probe.state_dict()
-        return {**kept, **{f"probe/{name}": tensor for name, tensor in frozen.items()}}
-
-    def restore(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take what `description` and `statistics` of a router gave, of a model with the same layers."""
-        self.by, self.rank, self.tasks = description["by"], description["rank"], list(description["tasks"])
-        self.probe = None
-        if self.tasks and self.by != "last":
-            copy = plain(unwrap(self.model), self.tasks[0])
-            early = description["probe"]
-            self.probe = Probe(copy, **early) if early else _Fixed(copy, self.tasks[0], self.using)
-            self.probe.load_state_dict(_below("probe/", tensors))
-        for name, tensor in _below("statistics/", tensors).items():
-            setattr(self, name, tensor.to(device_of(self.model)))
-
     def save(self, path: str | Path) -> None:
         """Write the model, its tasks' layers and heads, and the statistics to one safetensors file."""
         model = unwrap(self.model)
-        layers = {path: list(layer.of) for path, layer in task_layers_of(model).items()}
-        tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-        files.write(path, {**self.description(), "layers": layers}, {**tensors, **self.statistics()}, FORMAT)
+        description = {
+            "by": self.by,
+            "rank": self.rank,
+            "tasks": self.tasks,
+            "probe": self.probe.description() if isinstance(self.probe, Probe) else None,
+            "layers": {path: list(layer.of) for path, layer in task_layers_of(model).items()},
+        }
+        parts = {"model": model.state_dict(), "probe": {} if self.probe is None else self.probe.state_dict()}
+        parts["statistics"] = {name: getattr(self, name) for name in ("unit", *PER_TASK) if self.tasks}
+        tensors = {f"{part}/{name}": tensor for part, named in parts.items() for name, tensor in named.items()}
+        files.write(path, description, tensors, FORMAT)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module, *, using: Using = using_task) -> Router:
@@ -272,8 +252,14 @@ class Router(nn.Module):
             model.load_state_dict(weights)
         except (AttributeError, RuntimeError) as error:
             raise MismatchError(f"'{path}' is of another model ({error}); make the model that was saved") from None
-        router = cls(model, using=using)
-        router.restore(description, tensors)
+        router = cls(model, description["by"], using=using, rank=description["rank"])
+        router.tasks, early = description["tasks"], description["probe"]
+        if router.tasks and router.by != "last":
+            copy = plain(unwrap(model), router.tasks[0])
+            router.probe = Probe(copy, **early) if early else _Fixed(copy, router.tasks[0], using)
+            router.probe.load_state_dict(_below("probe/", tensors))
+        for name, tensor in _below("statistics/", tensors).items():
+            setattr(router, name, tensor.to(device_of(model)))
         return router.eval()
 
 
@@ -306,11 +292,11 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _task_layer(layer: nn.Module, tasks: list[str], weights: Mapping[str, Tensor]) -> TaskLayer:
     """Return a `TaskLayer` made of copies of a layer, linear ones with as many outputs as their weights have."""
-    made = TaskLayer(layer, tasks)
+    layers = TaskLayer(layer, tasks)
     for task in tasks if isinstance(layer, nn.Linear) else ():
         outputs, inputs = weights[f"{task}.weight"].shape
-        made.of[task] = nn.Linear(inputs, outputs, f"{task}.bias" in weights)
-    return made.to(device_of(layer)).train(layer.training)
+        layers.of[task] = nn.Linear(inputs, outputs, f"{task}.bias" in weights)
+    return layers.to(device_of(layer)).train(layer.training)
 
 
 def _unit(variance: Tensor, blocks: list[int]) -> Tensor:

@@ -44,7 +44,7 @@ def workers(tmp_path, monkeypatch):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(DECLARATIONS)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(page, "write_report", lambda runs, to: to / "report.html")
+    monkeypatch.setattr(page, "write_report", lambda runs, to: (to / "report.html", []))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ WRONG = [
     (unreadable, [], ["'test/cars-1/0001.png'", "cannot be read as a picture"]),
     (not_in_test, [], ["class 'birds-3'", "is in 'train' but not in 'test'"]),
     (more_classes, [], ["has a classifier of 5 classes, and task 'old' has 6"]),
-    (another_architecture, [], ["source.safetensors' is not of 'timm:test_resnet'", "it looks like 'resnet18'"]),
+    (another_architecture, [], ["source.safetensors' is not of 'timm:test_resnet'", "name weights of this model"]),
     (no_weights, [], ["source.safetensors' is no weights file"]),
     (missing_weights, [], ["source.safetensors' does not exist"]),
     (missing_tree, [], ["no pictures 'cars'", "did you mean 'cats'?"]),

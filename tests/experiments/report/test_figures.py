@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import made_up
 from xkfac.errors import XkfacError
-from xkfac.experiments.report import comparison, drawing, figures, multiples, styles, tables
+from xkfac.experiments.report import comparison, drawing, figures, styles, tables
 from xkfac.experiments.report.summary import summary
 from xkfac.experiments.runs.results import JobResult, Spread
 
@@ -202,8 +202,7 @@ def test_lines_that_no_figure_shows_have_their_own(tmp_path):
     text = made_up.SMALL.replace('lines = ["xkfac", "kfac", "joint"]', 'lines = ["kfac"]')
     run = made_up.run(text, [made_up.job("xkfac"), made_up.job("kfac")])
     drawn = figures.draw_all([run], tmp_path)
-    names = figures.figure_names([run])
-    assert [figure.key for figure in drawn][: len(names)] == names
+    assert [figure.key for figure in drawn][:2] == ["a", "other-lines"]
     other = next(figure for figure in drawn if figure.title == "Other lines")
     assert "XK-FAC  91.50" in other.element
     assert "joint training  –" in other.element  # noqa: RUF001
@@ -278,7 +277,6 @@ def test_ticks():
     assert drawing.whole_ticks(5, 8) == [1, 2, 3, 4, 5]
     assert drawing.whole_ticks(50, 8) == [1, 10, 20, 30, 40, 50]
     assert drawing.whole_ticks(23, 5) == [1, 5, 10, 15, 23]
-    assert [multiples._power(value) for value in (1e-4, 0.01, 1.0, 100.0, 1e5)] == ["10⁻⁴", "0.01", "1", "100", "10⁵"]
 
 
 def test_nothing_is_left_behind_in_matplotlib(tmp_path):

@@ -52,7 +52,7 @@ class Page(HTMLParser):
 
 
 def written(runs, folder):
-    path = write_report(runs, folder)
+    path, _ = write_report(runs, folder)
     text = path.read_text(encoding="utf-8")
     return text, Page(text)
 
@@ -300,7 +300,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_a_report_that_fails_leaves_the_old_one(tmp_path, monkeypatch, no_figures):
-    path = write_report([made_up.single()], tmp_path)
+    path, _ = write_report([made_up.single()], tmp_path)
     old = path.read_bytes()
     monkeypatch.setattr("xkfac.experiments.report.page._lines", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -373,10 +373,10 @@ def pages(tmp_path_factory):
         "small": [made_up.small()],
         "hostile": [hostile()],
         "several": [made_up.diverged(), made_up.in_progress()],
-        "many": [made_up.large(repeats=2, tasks=12, epochs=2)],
+        "many": [made_up.large(lines=12, repeats=2, tasks=8, epochs=2)],
         "images": [made_up.tuned(folder / "tuned")],
     }
-    return {name: write_report(given, folder / name) for name, given in runs.items()}
+    return {name: write_report(given, folder / name)[0] for name, given in runs.items()}
 
 
 def show(browser, path, width, height, scheme, media="screen"):

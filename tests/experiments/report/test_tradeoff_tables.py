@@ -110,7 +110,7 @@ def test_the_figure_has_a_curve_per_method(tmp_path):
 
 
 def test_the_page_has_the_table_and_the_definition(tmp_path):
-    page = write_report([made_up.sweeps()], tmp_path).read_text()
+    page = write_report([made_up.sweeps()], tmp_path)[0].read_text()
     assert "cars, share of its ceiling, at 97% of tiny kept" in page
     assert "not reached" in page
     assert "nothing is extrapolated" in page

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ def test_a_run_has_its_recipe_facts_jobs_and_results(unbroken):
     assert [(job["line"], job["seed"], job["done"]) for job in collected["jobs"]] == [
         ("xkfac", 0, True), ("average", 0, True)
     ]  # fmt: skip
-    assert collected["jobs"][0] == json.loads(json.dumps(run.job("xkfac", 0).result().to_dict()))
+    assert collected["jobs"][0] == json.loads(json.dumps(asdict(run.job("xkfac", 0).result())))
     assert run.results().lines["average"].jobs[0] == run.job("average", 0).result()
 
 

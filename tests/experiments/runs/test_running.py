@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -19,7 +20,7 @@ from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import NotWritten
 from xkfac.experiments.runs.progress import RunStatus
 from xkfac.experiments.runs.run_data import load_run_data
-from xkfac.experiments.runs.running import Worker
+from xkfac.experiments.runs.running import Worker, hand_out
 from xkfac.experiments.runs.worker import CHECKPOINT_SECONDS, checkpoint_seconds
 
 NAMES = ["xkfac", "brn", "joint", "average", "wild"]
@@ -173,3 +174,35 @@ def test_how_often_states_are_written_comes_from_the_environment(monkeypatch):
 
 def test_the_demo_is_ready_to_run():
     assert load_recipe("demo").data.set == "digits"
+
+
+def test_what_finds_no_room_on_a_gpu_waits_for_others_and_the_number_of_processes_falls(tmp_path):
+    """Stand-ins for jobs of which two at a time fit: a third beside them runs out of memory."""
+    code = f"""
+import json, os, sys, time
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+for line in sys.stdin:
+    name = json.loads(line)["line"]
+    mark = folder / f"running-{{name}}"
+    if len(list(folder.glob("running-*"))) >= 2 or name == "huge":
+        time.sleep(0.2)
+        print(json.dumps({{"error": "torch.OutOfMemoryError: no room"}}), flush=True)
+        continue
+    mark.touch()
+    time.sleep(1.0)
+    mark.rename(folder / f"done-{{name}}")
+    print(json.dumps({{}}), flush=True)
+"""
+
+    def employ():
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        return Worker(subprocess.Popen([sys.executable, "-c", code], **pipes))
+
+    most = []
+    failures = list(
+        hand_out([{"line": name} for name in ("a", "b", "c", "huge")], 3, employ, lambda on: most.append(len(on)))
+    )
+    assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-a", "done-b", "done-c"]
+    assert [message["line"] for message, _ in failures] == ["huge"]  # alone, and still no room
+    assert most[-1] <= 2

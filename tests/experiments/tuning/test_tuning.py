@@ -28,7 +28,7 @@ from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.tasks import ImageTasks, PermutedTasks, Refused
 from xkfac.experiments.runs.worker import run_job
 from xkfac.experiments.tuning.status import tuning_status
-from xkfac.experiments.tuning.trials import Choice, GridPoint, TrialResult, TunedJob, grid_of, held, ranked, tuned_jobs
+from xkfac.experiments.tuning.trials import Choice, GridPoint, TrialResult, TunedJob, grid_of, ranked, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Tuner, phase_done
 from xkfac.experiments.tuning.tuning import chosen, go_on, tune
 
@@ -383,13 +383,6 @@ def test_processes_side_by_side_share_the_work_and_one_that_is_killed_is_replace
         for path in each.folder.path.glob("stages/*/trials/*"):
             epochs = [event["epoch"] for event in replace(each.folder, path=path).events()]
             assert epochs == sorted(set(epochs))  # no two processes learnt one trial
-
-
-def test_a_lock_is_held_by_one(tmp_path):
-    with held(tmp_path / "a" / "lock") as first, held(tmp_path / "a" / "lock") as second:
-        assert (first, second) == (True, False)
-    with held(tmp_path / "a" / "lock") as again:
-        assert again
 
 
 # The command

@@ -25,7 +25,6 @@ class Augmentation:
 
     scale: the range of a random crop's area, as a share of the picture's; (1, 1) means no crop.
     ratio: the range of a random crop's width / height. flip: mirror every other picture, at random.
-    mean, std: of the three channels, on the scale from 0 to 1.
     Raises DataError when one of them makes no sense.
     """
 
@@ -33,8 +32,6 @@ class Augmentation:
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: bool = True
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
 
     def __post_init__(self) -> None:
         if self.pixels < 1:
@@ -43,8 +40,6 @@ class Augmentation:
             raise DataError(f"scale is {self.scale}; it must be two shares of the area, 0 < least <= greatest <= 1")
         if len(self.ratio) != 2 or not 0 < self.ratio[0] <= self.ratio[1] < math.inf:
             raise DataError(f"ratio is {self.ratio}; it must be two ratios, 0 < least <= greatest")
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
-            raise DataError(f"mean is {self.mean} and std is {self.std}; each needs three numbers, std positive ones")
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return draws [*shape, 5], float32 on the CPU: centre x and y, width and height of a crop, -1 to mirror or 1.
@@ -105,9 +100,9 @@ class Augmentation:
         return self._normalised(x[..., start : start + self.pixels, start : start + self.pixels])
 
     def _normalised(self, x: Tensor) -> Tensor:
-        """Return pictures x [N, 3, p, p] of values up to 255 as float32 with mean 0 and deviation 1 a channel."""
+        """Return pictures x [N, 3, p, p] of values up to 255 as float32, normalised as for ImageNet."""
         result = torch.empty(x.shape, device=x.device, memory_format=torch.channels_last)
-        for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
+        for channel, (mean, std) in enumerate(zip(IMAGENET_MEAN, IMAGENET_STD, strict=True)):
             # A number on the CPU is an argument of the kernel: nothing is copied to the device, which no graph allows.
             shift = torch.tensor(-mean / std, device="cpu")
             torch.add(shift, x[:, channel], alpha=1 / (255 * std), out=result[:, channel])

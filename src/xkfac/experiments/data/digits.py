@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from urllib.request import urlopen
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import at_home, read_regular, replace_file
 from xkfac.experiments.packages import imported
+from xkfac.experiments.recipes.recipe import DataSet
 
-DataSet = Literal["mnist", "digits"]
 DIGITS_TEST = 400
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
 TIMEOUT = 30.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -12,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -21,14 +20,14 @@ from torch.utils.data import DataLoader, Dataset
 from xkfac.experiments.data.digits import DataError, Part, Parts
 from xkfac.experiments.data.tree_files import FORMATS, MOST_PIXELS, reader
 from xkfac.experiments.data.trees import ImageFile, Tree, labels_of
-from xkfac.experiments.files import at_home
+from xkfac.experiments.files import at_home, locked
 from xkfac.experiments.packages import imported
+from xkfac.experiments.recipes.recipe import Resize
 
 PART_NAMES = ("train", "validation", "test")
 VERSION = 1  # of what a cache file holds
 FEW = 64  # images that one process has decoded before others are started
 
-Resize = Literal["squash", "crop"]
 Progress = Callable[[int, int], None]
 
 
@@ -132,9 +131,7 @@ def _mapped(path: Path, count: int, stored: int) -> Tensor:
 @contextlib.contextmanager
 def _claimed(path: Path, size: int) -> Iterator[BinaryIO | None]:
     """Yield a file that becomes `path` when all went well, written by this process alone; None when `path` is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path.with_name(f".{path.name}.lock"), wait=math.inf):
         if _whole(path, size):
             yield None
             return

@@ -156,13 +156,11 @@ def _fixed(*key: str | int) -> Iterator[None]:
 
 
 def _check_tasks(tasks: Mapping[str, int]) -> None:
-    if not tasks:
-        raise BackboneError("a network needs at least one task; give tasks as {name: number of classes}")
     for task, classes in tasks.items():
         if not task or "." in task or hasattr(nn.ModuleDict(), task):
             raise BackboneError(f"a task cannot be named '{task}', as its head is a module; choose another name")
-        if not isinstance(classes, int) or isinstance(classes, bool) or classes < 1:
-            raise BackboneError(f"task '{task}' has {classes!r} classes; it must be an integer of at least 1")
+        if classes < 1:
+            raise BackboneError(f"task '{task}' has {classes} classes; it must have at least 1")
 
 
 def _list(net: ManyHeaded) -> str:

@@ -8,10 +8,11 @@ import torch
 
 from xkfac.experiments.data.augmentation import Augmentation
 from xkfac.experiments.data.digits import stream
-from xkfac.experiments.data.images import Resize, load_pictures
+from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.data.trees import Tree
 from xkfac.experiments.networks.backbones import Stem, make_backbone
 from xkfac.experiments.networks.weights import load_source, save_source
+from xkfac.experiments.recipes.recipe import Resize
 from xkfac.model.passes import norms_of
 
 _BATCH = 250

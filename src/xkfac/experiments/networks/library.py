@@ -35,9 +35,9 @@ def library_model(model: str, **options: Any) -> Any:
     if name in ("googlenet", "inception_v3"):
         # Classifiers on the way are not heads; and all published weights are for transformed inputs.
         options = {"aux_logits": False, **(options or {"init_weights": True})}
-        made = models.get_model(name, **options)
-        made.transform_input = True
-        return made
+        network = models.get_model(name, **options)
+        network.transform_input = True
+        return network
     return models.get_model(name, **options)
 
 

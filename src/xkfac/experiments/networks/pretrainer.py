@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from xkfac.errors import XkfacError
 from xkfac.experiments.data.augmentation import Augmentation
 from xkfac.experiments.data.digits import Part, stream
-from xkfac.experiments.data.images import Resize
 from xkfac.experiments.networks.backbones import ManyHeaded, Stem
+from xkfac.experiments.recipes.recipe import Resize
 from xkfac.model.cuda_graphs import captured
 
 CHUNK = 1000  # images that are measured at a time

@@ -104,17 +104,17 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     defaults = {key: value for key, value in defaults.items() if key != "sweep"}
     # Also what no line has a use for: a value that means nothing is not passed over.
     check_ranges(build(Line, defaults, "defaults"), "defaults: ", defaults)
-    made = {name: _line(name, as_table(own, f"lines.{name}"), defaults, tasks) for name, own in lines.items()}
+    built = {name: _line(name, as_table(own, f"lines.{name}"), defaults, tasks) for name, own in lines.items()}
     for key in figures:
         _check_name(key, "figure")
     drawn = {key: _figure(key, as_table(own, f"figures.{key}"), sweeps) for key, own in figures.items()}
-    alone = tuple(name for name, line in made.items() if not line.sweep)
+    alone = tuple(name for name, line in built.items() if not line.sweep)
     if not drawn and alone:  # sweeps have a figure of their own
         drawn = {"accuracy": Figure("Average accuracy", lines=alone)}
     known = {f.name for f in fields(Recipe)} - {"lines", "figures", "data", "images", "tasks"}
     check_keys(table, known | set(parts), source)
     recipe: Recipe = build(
-        Recipe, {"name": Path(source).stem, **table}, source, lines=made, figures=drawn, **{"data": Data(), **world}
+        Recipe, {"name": Path(source).stem, **table}, source, lines=built, figures=drawn, **{"data": Data(), **world}
     )
     _check_recipe(recipe)
     return recipe
@@ -141,19 +141,19 @@ def _images(given: Mapping[str, Any]) -> dict[str, Any]:
     tasks = given.get("tasks", {})
     if len(tasks) < 2:
         raise RecipeError(f"a recipe of images needs a source and a target; it has {len(tasks)} [tasks.NAME] tables")
-    made = {}
+    built = {}
     for name, own in tasks.items():
         _check_name(name, "task")
         if "." in name:
             raise RecipeError(f"the task name '{name}' must not have a dot")
-        made[name] = build(Task, as_table(own, f"tasks.{name}"), f"tasks.{name}")
-        check_ranges(made[name], f"tasks.{name}: ")
+        built[name] = build(Task, as_table(own, f"tasks.{name}"), f"tasks.{name}")
+        check_ranges(built[name], f"tasks.{name}: ")
     images: Images = build(Images, given.get("images", {}), "images")
     check_ranges(images, "images: ")
-    source, *targets = made
+    source, *targets = built
     _check_orders(images, targets)
     chosen = images.orders[0] if images.orders else targets
-    return {"images": images, "tasks": {name: task for name, task in made.items() if name in (source, *chosen)}}
+    return {"images": images, "tasks": {name: task for name, task in built.items() if name in (source, *chosen)}}
 
 
 def _check_orders(images: Images, targets: list[str]) -> None:

@@ -68,13 +68,13 @@ _RANGES: Mapping[type, Mapping[str, Kind]] = {
 }
 
 
-def check_ranges(made: Any, where: str, keys: Collection[str] | None = None) -> None:
+def check_ranges(part: Any, where: str, keys: Collection[str] | None = None) -> None:
     """Check the numbers of a part of a recipe, those of some keys alone if they are named.
 
     Raises RecipeError for the first that is out of its range.
     """
-    for key, kind in _RANGES[type(made)].items():
-        value = getattr(made, key)
+    for key, kind in _RANGES[type(part)].items():
+        value = getattr(part, key)
         if value is None or (keys is not None and key not in keys):
             continue
         if not kind.holds(value):

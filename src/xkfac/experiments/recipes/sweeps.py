@@ -42,7 +42,7 @@ def expanded(
 
     Raises RecipeError for a sweep that cannot be run as it is written.
     """
-    made: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     sweeps: dict[str, tuple[str, ...]] = {}
     for name, given in lines.items():
         own = dict(as_table(given, f"lines.{name}"))
@@ -57,11 +57,11 @@ def expanded(
         else:
             points = _points(name, own, defaults, sweep, where)
             sweeps[name] = tuple(points)
-        twice = next((point for point in points if point in made), None)
+        twice = next((point for point in points if point in tables), None)
         if twice is not None:
             raise RecipeError(f"lines.{name}: the sweep makes a line '{twice}', which there is already; rename one")
-        made |= points
-    return made, sweeps
+        tables |= points
+    return tables, sweeps
 
 
 def _has_effect(own: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:

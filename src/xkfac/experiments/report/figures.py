@@ -21,10 +21,11 @@ from xkfac.experiments.report.scatter import SCATTER, draw_scatter
 from xkfac.experiments.report.styles import Style, style_of
 from xkfac.experiments.report.tables import Curve, ReportLine, entries, entries_by_run, number, printable, spread_cells
 from xkfac.experiments.report.tradeoff_figure import TRADEOFF, draw_tradeoff
-from xkfac.experiments.report.tradeoff_tables import Tradeoffs, tradeoffs
+from xkfac.experiments.report.tradeoff_tables import tradeoffs
 from xkfac.experiments.runs.results import JobResult, RunResults, Spread
 from xkfac.experiments.tuning.trials import Point
 
+_HEADER = ("line", "label", "tasks", *SPREAD)
 _TABLES = ("summary", "accuracies", "areas")  # those CSV files are of tables
 
 
@@ -40,12 +41,15 @@ def draw_all(
     lines = entries(runs)
     drawn = []
     keys = set(_TABLES)
-    swept, figures, rest = _named(runs, lines, keys)
-    for name, found in swept:
+    swept = tradeoffs(runs)
+    for found in swept:
         title = f"{TRADEOFF}: {found.run}" if len(swept) > 1 else TRADEOFF
-        drawn.append(draw_tradeoff(name, found, folder, title))
-    for name, figure, shown in figures:
-        drawn.append(_accuracy(name, figure, shown, folder))
+        drawn.append(draw_tradeoff(_file_name("tradeoff", keys), found, folder, title))
+    # Lines of sweeps are points of that figure, and too many for others.
+    points = {found.run for found in swept}
+    rest = [entry for entry in lines if not (entry.line.sweep and entry.run in points)]
+    figures = [(_file_name(key, keys), figure, shown) for key, figure, shown in _figures(runs, rest)]
+    drawn += [_accuracy(name, figure, shown, folder) for name, figure, shown in figures]
     for name, figure, shown in figures:
         in_sequence = [entry for entry in shown if not entry.reference and entry.curve(JobResult.forgetting)]
         if in_sequence:
@@ -64,27 +68,7 @@ def draw_all(
     return drawn
 
 
-def figure_names(runs: Sequence[RunResults]) -> list[str]:
-    """Return the names of the files of sweeps, then of the recipes' figures, without endings, as they are drawn."""
-    swept, figures, _ = _named(runs, entries(runs), set(_TABLES))
-    return [*(name for name, _ in swept), *(name for name, _, _ in figures)]
-
-
-def _named(
-    runs: Sequence[RunResults], lines: Sequence[ReportLine], taken: set[str]
-) -> tuple[list[tuple[str, Tradeoffs]], list[tuple[str, Figure, list[ReportLine]]], list[ReportLine]]:
-    """Return sweeps and figures of average accuracy with the names of their files, and the lines of no sweep."""
-    swept = [(_file_name("tradeoff", taken), found) for found in tradeoffs(runs)]
-    # Lines of sweeps are points of that figure, and too many for others.
-    points = {found.run for _, found in swept}
-    rest = [entry for entry in lines if not (entry.line.sweep and entry.run in points)]
-    figures = [(_file_name(key, taken), figure, shown) for key, figure, shown in _figures(runs, lines, rest)]
-    return swept, figures, rest
-
-
-def _figures(
-    runs: Sequence[RunResults], lines: Sequence[ReportLine], must: Sequence[ReportLine]
-) -> list[tuple[str, Figure, list[ReportLine]]]:
+def _figures(runs: Sequence[RunResults], must: Sequence[ReportLine]) -> list[tuple[str, Figure, list[ReportLine]]]:
     """Return the figures of all recipes, those of the same key as one, and one of `must` that are in none."""
     found: dict[str, Figure] = {}
     shown: dict[str, list[ReportLine]] = {}
@@ -113,25 +97,16 @@ def _file_name(key: str, taken: set[str], ending: str = "") -> str:
 def _accuracy(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Plot:
     title = figure.title or f"Average accuracy, {key}"
     said = "average accuracy in percent"
-    return _over_tasks(key, title, figure.note, said, lines, JobResult.average_accuracy, folder)
+    plot = Plot(key, title, figure.note, f"{title}: {said} against the number of tasks learnt.", _HEADER, ())
+    return _draw_curves(plot, _ranked(lines, JobResult.average_accuracy), "average accuracy (%)", folder, better=1)
 
 
 def _forgetting(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Plot:
     title = f"Forgetting: {figure.title}" if figure.title else "Forgetting"
     note = "How far accuracy on earlier tasks is below its best so far, on average, in percentage points."
-    return _over_tasks(key, title, note, "points lost on earlier tasks", lines, JobResult.forgetting, folder)
-
-
-def _over_tasks(
-    key: str, title: str, note: str, said: str, lines: Sequence[ReportLine], of: Curve, folder: Path
-) -> Plot:
-    """Draw the average accuracy, or else the forgetting, of lines against the number of tasks."""
-    ranked = _ranked(lines, of)
-    ends = "; ".join(f"{e.label} {_end(c)}" for e, c in ranked)
-    alt = f"{title}: {said} against the number of tasks learnt. At the end: {ends}."
-    plot = Plot(key, title, note, alt, ["line", "label", "tasks", *SPREAD], _curve_rows(ranked))
-    what, better = ("forgetting (points)", -1) if of is JobResult.forgetting else ("average accuracy (%)", 1)
-    return _draw_curves(plot, ranked, what, folder, better=better)
+    said = "points lost on earlier tasks"
+    plot = Plot(key, title, note, f"{title}: {said} against the number of tasks learnt.", _HEADER, ())
+    return _draw_curves(plot, _ranked(lines, JobResult.forgetting), "forgetting (points)", folder, better=-1)
 
 
 _Curves = list[tuple[ReportLine, list[tuple[int, Spread]]]]
@@ -192,6 +167,8 @@ def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better:
             axes.set_ylim(0, None)
 
     legend = [(f"{entry.label}  {_end(curve)}", styles[entry.index]) for entry, curve in lines]
+    ends = "; ".join(f"{entry.label} {_end(curve)}" for entry, curve in lines)
+    plot = replace(plot, alt=f"{plot.alt} At the end: {ends}.", rows=_curve_rows(lines))
     return curves(plot, titles, fill, legend, 4.4, folder)
 
 

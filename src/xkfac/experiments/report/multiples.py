@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from xkfac.experiments.report.drawing import SPREAD, Plot, multiples, shortened, whole_ticks
 from xkfac.experiments.report.styles import PALETTE
@@ -26,7 +26,6 @@ _NAMED = 12  # tasks whose names an axis has room for
 _COLOURS = colormaps["viridis"]
 _TICKS = (20, 50, 80, 90, 95, 98)
 _LONG = 15  # tasks from which on epochs are too dense to be read one by one
-_POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
@@ -209,7 +208,7 @@ def _draw_training(
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(LogLocator(10, numticks=6))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(_power))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.grid(axis="both")
 
 
@@ -226,8 +225,3 @@ def _broken(places: Sequence[tuple[int, float, float]]) -> tuple[list[float], li
         ys.append(y if y > 0 else math.nan)  # a logarithm has no place for the penalty of the first task
         before = task
     return xs, ys
-
-
-def _power(value: float, _position: int | None = None) -> str:
-    exponent = round(math.log10(value)) if value > 0 else 0
-    return f"{10.0**exponent:g}" if -2 <= exponent <= 2 else "10" + str(exponent).translate(_POWERS)

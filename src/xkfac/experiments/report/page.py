@@ -35,8 +35,10 @@ _FIGURES = "figures"
 _SHOWN_APART = ("label", "note")  # settings of a line that stand above the others
 
 
-def write_report(runs: Sequence[RunResults], folder: Path) -> Path:
-    """Write `report.html` and the folder `figures` of one or several runs, finished or not; return the page's path.
+def write_report(runs: Sequence[RunResults], folder: Path) -> tuple[Path, list[Path]]:
+    """Write `report.html` and the folder `figures` of one or several runs, finished or not.
+
+    Returns the paths of the page and of the figures as PNG.
 
     Raises XkfacError when there are no runs, none has measured anything, or the folder cannot be written.
     """
@@ -69,7 +71,7 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> Path:
     template = Template(resources.files("xkfac.experiments.report").joinpath("report.html").read_text(encoding="utf-8"))
     page = template.substitute(title=text(title), body="\n".join(filter(None, body)))
     write_file(folder / "report.html", page.encode())
-    return folder / "report.html"
+    return folder / "report.html", [folder / _FIGURES / f"{plot.key}.png" for plot in drawn]
 
 
 def _title(runs: Sequence[RunResults]) -> str:

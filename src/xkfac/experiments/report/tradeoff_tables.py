@@ -167,16 +167,16 @@ def _tradeoffs(mine: Sequence[ReportLine]) -> Tradeoffs | None:
     for entry in competing:
         name = entry.line.sweep.get("line", entry.name)
         groups.setdefault(name, []).append(SweepPoint(entry, entry.line.swept, _by_seed(entry.results.jobs, tops)))
-    made = []
+    sweeps = []
     for name, points in groups.items():
         first = points[0].entry
         ordered = sorted(points, key=lambda point: point.value or 0.0)
         sweep = first.line.sweep
-        made.append(Tradeoff(first.run, name, sweep.get("label", first.label), sweep.get("key", ""), ordered))
-    curves = [each for each in made if each.key and any(point.by_seed for point in each.points)]
+        sweeps.append(Tradeoff(first.run, name, sweep.get("label", first.label), sweep.get("key", ""), ordered))
+    curves = [each for each in sweeps if each.key and any(point.by_seed for point in each.points)]
     if not curves:
         return None
-    alone = [each for each in made if not each.key and each.points[0].by_seed]
+    alone = [each for each in sweeps if not each.key and each.points[0].by_seed]
     return Tradeoffs(mine[0].run, source, targets, curves, alone, tops)
 
 

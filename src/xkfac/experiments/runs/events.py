@@ -43,7 +43,7 @@ def _event(number: int, line: bytes) -> Event:
     return event
 
 
-def job_result(events: Sequence[Event], line: str, seed: int, plan: Plan | None = None) -> JobResult:
+def job_result(events: Sequence[Event], line: str, seed: int, plan: Plan) -> JobResult:
     """Return what a job has measured so far.
 
     plan: what it has to do. An end counts only where all that comes before it is there.
@@ -76,7 +76,7 @@ def job_result(events: Sequence[Event], line: str, seed: int, plan: Plan | None 
     )
 
 
-def _check_start(events: Sequence[Event], line: str, seed: int, plan: Plan | None) -> None:
+def _check_start(events: Sequence[Event], line: str, seed: int, plan: Plan) -> None:
     starts = [event for event in events if event["event"] == "start"]
     if events and (len(starts) != 1 or events[0] is not starts[0]):
         raise EventsError("it must have one start, as its first event")
@@ -84,22 +84,20 @@ def _check_start(events: Sequence[Event], line: str, seed: int, plan: Plan | Non
         if (start["line"], start["seed"]) != (line, seed):
             raise EventsError(f"it is of line '{start['line']}' with seed {start['seed']}")
         names = start.get("tasks")
-        if plan is None or not names:
-            continue
-        if len(names) != plan.count or (plan.tasks and tuple(names) != plan.tasks):
+        if names and (len(names) != plan.count or (plan.tasks and tuple(names) != plan.tasks)):
             raise EventsError(f"its tasks are {', '.join(names)}, and recipe.toml has {plan.named}")
 
 
-def _check_epochs(epochs: Sequence[Event], plan: Plan | None) -> None:
+def _check_epochs(epochs: Sequence[Event], plan: Plan) -> None:
     places = [(event["task"], event["epoch"]) for event in epochs]
     for before, (task, epoch) in pairwise([(-1, -1), *places]):
         if (task, epoch) <= before:
             raise EventsError(f"epoch {epoch} of task {task} comes after epoch {before[1]} of task {before[0]}")
-        if plan is not None and (task + 1 not in plan.counts or epoch >= plan.epochs):
+        if task + 1 not in plan.counts or epoch >= plan.epochs:
             raise EventsError(f"it has an epoch {epoch} of task {task}, which recipe.toml does not have")
 
 
-def _check_tasks(tasks: Sequence[Event], plan: Plan | None) -> None:
+def _check_tasks(tasks: Sequence[Event], plan: Plan) -> None:
     counts = [event["task"] + 1 for event in tasks]
     for event in tasks:
         if len(event["accuracy"]) != event["task"] + 1:
@@ -107,16 +105,12 @@ def _check_tasks(tasks: Sequence[Event], plan: Plan | None) -> None:
         inference = event.get("inference")
         if inference and {len(one) for one in (inference, *(of["taken"] for of in inference))} != {event["task"] + 1}:
             raise EventsError(f"the tasks that are inferred after task {event['task']} are others")
-    if any(later <= earlier for earlier, later in pairwise(counts)):
-        raise EventsError("its tasks are not in order")
-    if plan is not None and tuple(counts) != plan.counts[: len(counts)]:
+    if tuple(counts) != plan.counts[: len(counts)]:
         raise EventsError(f"it was measured after {_list(counts)} tasks, and recipe.toml has {_list(plan.counts)}")
 
 
-def _counts(end: Event, tasks: Sequence[Event], plan: Plan | None) -> bool:
+def _counts(end: Event, tasks: Sequence[Event], plan: Plan) -> bool:
     """Whether all is there that an end needs: every stage, or those before the one that diverged."""
-    if plan is None:
-        return True
     diverged, left = end.get("diverged"), plan.counts[len(tasks) :]
     return not left if diverged is None else bool(left) and diverged == left[0] - 1
 

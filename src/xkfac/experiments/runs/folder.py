@@ -16,22 +16,22 @@ can have left, are one error that names the file.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.files import LARGEST_TEXT, check_path, read_json, read_regular, reason
+from xkfac.experiments.files import LARGEST_TEXT, check_path, locked, read_json, read_regular, reason
 from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.recipes.recipe import SINGLE, Recipe
 from xkfac.experiments.records import FACTS, FACTS_FREE, RECIPE_DIGEST, fault
 from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError, digest_of, write_text, writing
 from xkfac.experiments.runs.results import LineResults, RunResults
+
+_MOMENT = 0.1  # seconds; whoever only asks whether a run is in use holds its lock for less
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class RunFolder:
 
     def collect(self) -> None:
         """Write results.json: the facts of the run and the result of every job."""
-        jobs = [job.result().to_dict() for job in self.jobs()]
+        jobs = [asdict(job.result()) for job in self.jobs()]
         write_text(self.path / "results.json", json.dumps({**self.facts, "jobs": jobs}) + "\n")
 
     @contextlib.contextmanager
@@ -131,30 +131,26 @@ class RunFolder:
         Raises RunError when another process holds it. A lock ends with the processes that hold it, however they end.
         """
         path = self.path / "lock"
-        with writing(path):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            if not _flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
-                owner = os.pread(handle, 100, 0).decode(errors="replace").strip() or "another process"
+        with contextlib.ExitStack() as holding:
+            with writing(path):
+                handle = holding.enter_context(locked(path, shared=shared, wait=_MOMENT))
+            if handle is None:
+                owner = path.read_text(errors="replace")[:100].strip() or "another process"
                 raise RunError(f"the run '{self.path}' is in use by {owner}; wait until it ends, or stop it first")
             # Who holds it is a courtesy: a full disk must not keep a run from ending.
             with contextlib.suppress(OSError):
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+                path.write_text(f"process {os.getpid()} on {os.uname().nodename}")
             yield handle
-        finally:
-            os.close(handle)
 
     def in_use(self) -> bool:
         """Whether a process holds the run; nothing is changed by asking."""
-        try:
-            handle = os.open(self.path / "lock", os.O_RDWR)
-        except OSError:
-            return False
-        try:
-            return not _flock(handle, fcntl.LOCK_EX)
-        finally:
-            os.close(handle)
+        path = self.path / "lock"
+        with (
+            contextlib.suppress(OSError),
+            locked(path, wait=_MOMENT) if path.exists() else contextlib.nullcontext(0) as handle,
+        ):
+            return handle is None
+        return False
 
 
 def _check_facts(path: Path, facts: Any, recipe: bytes) -> None:
@@ -167,18 +163,6 @@ def _check_facts(path: Path, facts: Any, recipe: bytes) -> None:
             f"'{path / 'recipe.toml'}' was changed since the run began, and what was measured is not of it; restore it "
             "as it was, or start a new run with it"
         )
-
-
-def _flock(handle: int, kind: int) -> bool:
-    """Lock a file; whoever only asks whether it is in use holds it for a moment, so that a few tries are made."""
-    for _ in range(5):
-        try:
-            fcntl.flock(handle, kind | fcntl.LOCK_NB)
-        except OSError:
-            time.sleep(0.02)
-        else:
-            return True
-    return False
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -162,6 +162,7 @@ class JobFolder:
         Raises RunError when its events are damaged, or are not those of the job.
         """
         events = self.events()
+        assert self.plan is not None  # a trial has events, and no result of its own
         with self._checking():
             return job_result(events, self.line, self.seed, self.plan)
 

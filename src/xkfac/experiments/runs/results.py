@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xkfac.experiments.recipes.recipe import Figure, Recipe
@@ -38,10 +38,6 @@ class JobResult:
     done: bool = False
     tasks: Sequence[str] = ()
     inference: Sequence[Mapping[str, Any]] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        return asdict(self)
 
     def average_accuracy(self) -> list[float | None]:
         """Return the average accuracy over the tasks learnt so far, after each task."""

@@ -55,12 +55,12 @@ def start(
 
     Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run.
     """
-    made = resolved(recipe, settings, lines)
+    loaded = resolved(recipe, settings, lines)
     check_path(folder)  # before data is read, which can take long
     place = device_of(device, RunError)
     where = data or os.environ.get("XKFAC_DATA")
-    facts = checked(made, where, place, download=download, verbose=show is not None)
-    run = RunFolder.create(Path(folder), made, facts)
+    facts = checked(loaded, where, place, download=download, verbose=show is not None)
+    run = RunFolder.create(Path(folder), loaded, facts)
     return _work(run, jobs, show)
 
 
@@ -68,8 +68,8 @@ def resolved(recipe: str | Path | Recipe, settings: Sequence[str], lines: Sequen
     """Return a recipe, loaded with settings where it is a name or path, with those lines alone that are named."""
     if isinstance(recipe, Recipe) and settings:
         raise RunError("settings go with the name or path of a recipe, not with a Recipe; make the changes in it")
-    made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
-    return made.only(lines) if lines else made
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, settings)
+    return loaded.only(lines) if lines else loaded
 
 
 def checked(
@@ -121,15 +121,15 @@ def resume(folder: str | Path, *, jobs: int | None = None, show: Show | None = N
     run = RunFolder.open(Path(folder))
     if "tuning" in run.facts:
         raise RunError(f"'{folder}' is a tuning; go on with it by 'xkfac resume', or by xkfac.experiments.tuning.go_on")
-    place = torch.device(run.facts["place"])
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise RunError(f"the run '{folder}' was started on a GPU and there is none here; start it anew on the CPU")
     return _work(run, jobs, show)
 
 
 def results(folder: str | Path) -> RunResults:
     """Return what a run has measured so far."""
     return RunFolder.open(Path(folder)).results()
+
+
+OUT_OF_MEMORY = "torch.OutOfMemoryError"
 
 
 @dataclass(eq=False)
@@ -194,11 +194,9 @@ class Worker:
 
 def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
     """Run all jobs that are not done."""
-    if jobs is not None and jobs < 1:
-        raise RunError(f"jobs must be at least 1, not {jobs}")
+    most = most_processes(run, jobs)
     with run.locked() as lock:
         waiting = [job for job in run.jobs() if not job.result().done]
-        count = min(jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads), len(waiting))
         failures: list[tuple[dict[str, Any], str]] = []
 
         def employ() -> Worker:
@@ -210,7 +208,7 @@ def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
 
         for group in _in_turn(run, waiting):
             messages = [{"run": str(run.path), "line": job.line, "seed": job.seed} for job in group]
-            failures += hand_out(messages, min(count, len(group)), employ, shown)
+            failures += hand_out(messages, min(most, len(group)), employ, shown)
         try:
             run.collect()
         except NotWritten:
@@ -223,6 +221,18 @@ def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
             f"{text}"
         )
     return run.results()
+
+
+def most_processes(run: RunFolder, jobs: int | None) -> int:
+    """Return how many processes may work on a run side by side, by default one for each core.
+
+    Raises RunError when it is none, or the run needs a GPU that is not there.
+    """
+    if jobs is not None and jobs < 1:
+        raise RunError(f"jobs must be at least 1, not {jobs}")
+    if torch.device(run.facts["place"]).type == "cuda" and not torch.cuda.is_available():
+        raise RunError(f"the run '{run.path}' was started on a GPU and there is none here; start it anew on the CPU")
+    return jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads)
 
 
 def _in_turn(run: RunFolder, waiting: list[JobFolder]) -> list[list[JobFolder]]:
@@ -242,6 +252,7 @@ def hand_out(
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Have `count` processes do what messages ask for; yield those that failed, with the reason.
 
+    What finds no room in a GPU's memory beside others is done when one of them has ended, by one process fewer.
     show: is called about twice a second with the messages that processes are on.
     """
     waiting = list(messages)
@@ -265,8 +276,13 @@ def hand_out(
                 worker: Worker = key.data
                 message, error = worker.message, worker.answer()
                 worker.message = None
-                if not worker.alive:
+                crowded = error is not None and OUT_OF_MEMORY in error and any(other.message for other in workers)
+                if crowded or not worker.alive:
                     ready.unregister(_stdout(worker))
+                if crowded and message is not None:
+                    waiting.append(message)
+                    worker.stop()  # its memory is what others need
+                    continue
                 if message is not None and error is not None:
                     yield message, error
                 employ(worker)

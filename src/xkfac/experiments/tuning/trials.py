@@ -16,10 +16,8 @@ comes next finds every piece either done or free.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -105,8 +103,8 @@ class Choice:
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Choice:
         """Return the choice that a file describes."""
-        made = {key: None if entry[key] is None else TrialResult(**entry[key]) for key in ("chosen", "runner_up")}
-        return cls(**{**entry, **made})
+        trials = {key: None if entry[key] is None else TrialResult(**entry[key]) for key in ("chosen", "runner_up")}
+        return cls(**{**entry, **trials})
 
     @property
     def why(self) -> str:
@@ -293,8 +291,8 @@ class TunedJob:
 
     def choices(self) -> list[Choice]:
         """Return what was chosen so far, task by task."""
-        made = (self.stage(task).choice() for task in range(self.line.tasks))
-        return list(itertools.takewhile(lambda choice: choice is not None, made))  # type: ignore[arg-type]
+        choices = (self.stage(task).choice() for task in range(self.line.tasks))
+        return list(itertools.takewhile(lambda choice: choice is not None, choices))  # type: ignore[arg-type]
 
     def chosen(self) -> bool:
         """Whether nothing is left to choose."""
@@ -327,8 +325,8 @@ class TunedJob:
 
     def tell(self, tasks: Sequence[str], choices: Sequence[Choice] | None = None) -> None:
         """Write the events of the job anew from what was chosen, and measured, so far."""
-        made = self.choices() if choices is None else choices
-        write_text(self.folder.path / "events.jsonl", "".join(f"{json.dumps(e)}\n" for e in self._events(tasks, made)))
+        events = self._events(tasks, self.choices() if choices is None else choices)
+        write_text(self.folder.path / "events.jsonl", "".join(f"{json.dumps(event)}\n" for event in events))
 
     def _events(self, tasks: Sequence[str], choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         learnt = [choice for choice in choices if not choice.diverged]
@@ -360,23 +358,6 @@ def tuned_jobs(run: RunFolder) -> list[TunedJob]:
     """Return the jobs of a run, networks of their own first, because others wait for their losses."""
     jobs = [TunedJob(run, folder) for folder in run.jobs()]
     return sorted(jobs, key=lambda job: job.line.method != SINGLE)
-
-
-@contextlib.contextmanager
-def held(path: Path) -> Iterator[bool]:
-    """Try to lock a file for as long as this lasts; yield whether it worked. A lock ends with its process."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(handle)
 
 
 def remove(*paths: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
+from xkfac.experiments.files import locked
 from xkfac.experiments.recipes.recipe import SINGLE
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
@@ -35,7 +36,6 @@ from xkfac.experiments.tuning.trials import (
     TrialResult,
     TunedJob,
     grid_of,
-    held,
     ranked,
     tuned_jobs,
 )
@@ -97,9 +97,17 @@ class Tuner:
             self.failures[job.name] = str(error)
             return True
 
+    @contextlib.contextmanager
+    def _held(self, path: Path) -> Iterator[bool]:
+        """Try to lock a file for as long as this lasts; yield whether it worked."""
+        with contextlib.ExitStack() as holding:
+            with writing(path):
+                handle = holding.enter_context(locked(path))
+            yield handle is not None
+
     def _prepare(self, job: TunedJob) -> bool:
         """Make the first stage of a job: the source, learnt with the line's own settings where it is not given."""
-        with held(job.lock) as free:
+        with self._held(job.lock) as free:
             if not free or job.stage(0).choice() is not None:
                 return free
             sequence = self._sequence(job)
@@ -116,7 +124,7 @@ class Tuner:
         if job.chosen() or not self._floors_known(job, task):
             return False
         with contextlib.ExitStack() as holding:
-            with held(job.lock) as free:
+            with self._held(job.lock) as free:
                 if not free or job.stage(task).choice() is not None:
                     return free
                 points = grid_of(job.line)
@@ -134,7 +142,9 @@ class Tuner:
     def _take(self, trials: Iterable[TrialFolder], holding: contextlib.ExitStack) -> int | None:
         """Return the number of a trial to work on, held: the first that has not ended and that nobody works on."""
         for number, trial in enumerate(trials):
-            if trial.outcome() is None and holding.enter_context(held(trial.path / "lock")):
+            lock = self._held(trial.path / "lock")
+            # Whoever held it may have ended it just before it was free.
+            if trial.outcome() is None and holding.enter_context(lock) and trial.outcome() is None:
                 return number
         return None
 
@@ -233,13 +243,13 @@ class Tuner:
     def _measure(self, job: TunedJob) -> bool:
         """Measure a stage of a job on test parts; when all are, end the job."""
         for task in job.stages():
-            with held(job.stage(task).path / "lock") as free:
+            with self._held(job.stage(task).path / "lock") as free:
                 if free and job.stage(task).measured() is None:
                     self._measure_stage(job, task)
                     return True
         if any(job.stage(task).measured() is None for task in job.stages()):
             return False
-        with held(job.lock) as free:
+        with self._held(job.lock) as free:
             if free:
                 job.sweep()
                 job.tell(self._sequence(job).tasks)

@@ -16,14 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from xkfac.experiments.files import check_path
 from xkfac.experiments.provenance import device_of
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import RunError, not_written, write_text
-from xkfac.experiments.runs.running import JobsFailed, Worker, checked, hand_out, resolved
+from xkfac.experiments.runs.running import JobsFailed, Worker, checked, hand_out, most_processes, resolved
 from xkfac.experiments.tuning.trials import Point, choice_record, grid_of, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
 
@@ -53,18 +51,18 @@ def tune(
     Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run, and
     JobsFailed when something failed on the way.
     """
-    made = resolved(recipe, settings, lines)
-    _check_tunable(made)
+    chosen_recipe = resolved(recipe, settings, lines)
+    _check_tunable(chosen_recipe)
     path = check_path(folder)
     if (path / "run.json").exists():
         run = RunFolder.open(path)
-        if "tuning" not in run.facts or run.recipe.to_toml() != made.to_toml():
+        if "tuning" not in run.facts or run.recipe.to_toml() != chosen_recipe.to_toml():
             raise RunError(f"'{path}' holds another run, not the tuning of this recipe; choose another folder")
     else:
         where = data or os.environ.get("XKFAC_DATA")
-        facts = checked(made, where, device_of(device, RunError), download=download, verbose=show is not None)
+        facts = checked(chosen_recipe, where, device_of(device, RunError), download=download, verbose=show is not None)
         facts["tuning"] = {"scatter": scatter}
-        run = _created(path, made, facts)
+        run = _created(path, chosen_recipe, facts)
     return go_on(run, jobs=jobs, show=show)
 
 
@@ -97,14 +95,11 @@ def _created(path: Path, recipe: Recipe, facts: dict[str, Any]) -> RunFolder:
 
 def go_on(run: RunFolder, *, jobs: int | None = None, show: Show | None = None) -> list[dict[str, Any]]:
     """Go on with the tuning of a run to its end, beside others that do so; the choices are those of an unbroken one."""
-    if jobs is not None and jobs < 1:
-        raise RunError(f"jobs must be at least 1, not {jobs}")
-    if torch.device(run.facts["place"]).type == "cuda" and not torch.cuda.is_available():
-        raise RunError(f"the run '{run.path}' was started on a GPU and there is none here; start it anew on the CPU")
+    most = most_processes(run, jobs)
     every = tuned_jobs(run)
     with run.locked(shared=True) as lock:
         for phase in PHASES:
-            errors = _phase(run, phase, jobs, lock, show)
+            errors = _phase(run, phase, most, lock, show)
             if not all(phase_done(job, phase) for job in every):
                 raise JobsFailed(
                     errors[0] if errors else f"the phase '{phase}' of '{run.path}' did not end; go on with it"
@@ -116,11 +111,11 @@ def go_on(run: RunFolder, *, jobs: int | None = None, show: Show | None = None) 
     return found
 
 
-def _phase(run: RunFolder, phase: Phase, jobs: int | None, lock: int, show: Show | None) -> list[str]:
+def _phase(run: RunFolder, phase: Phase, most: int, lock: int, show: Show | None) -> list[str]:
     """Have processes work on a phase until it is done; return what went wrong."""
     open_jobs = [job for job in tuned_jobs(run) if not phase_done(job, phase)]
     pieces = sum(len(grid_of(job.line)) if phase == "choose" else 1 for job in open_jobs)
-    count = min(jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads), pieces)
+    count = min(most, pieces)
 
     def employ() -> Worker:
         return Worker.start(lock, run.recipe.threads, "xkfac.experiments.tuning.tuner")
