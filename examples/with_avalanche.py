@@ -18,7 +18,7 @@ for plugins in ([], [XKFACPlugin(held_out=benchmark.streams["valid"])]):
     model = network()
     strategy = Naive(
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
         train_mb_size=32,
         train_epochs=10,
         plugins=plugins,

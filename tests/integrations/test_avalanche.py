@@ -253,7 +253,7 @@ def test_processes_share_the_examples_and_one_calibration(one_process):
     found = []
     for wrap in (nn.parallel.DistributedDataParallel, lambda net: net):
         torch.manual_seed(0)
-        plugin = XKFACPlugin(draws=1, calibrate=FEW)
+        plugin = XKFACPlugin(draws=1, damping=1e-3, calibrate=FEW)
         assert plugin.supports_distributed
         naive(wrap(mlp()), [plugin]).train(benchmark(2).train_stream)
         found.append(plugin.memory)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from xkfac.curvature.blocks import Block, Corrected, KhatriRao, Kronecker, Term, eigenbasis, parts
@@ -104,7 +103,7 @@ def _roots(sources: Mapping[str, Source], processes: Processes, examples: int, t
                 )
     roots = {}
     for name in (name for name in sources if name in shapes):
-        none = torch.zeros(shapes[name], dtype=sources[name].dtype, device=processes.device)
+        none = sources[name].like.new_zeros(shapes[name])
         roots[name] = processes.total(mine[name] * (examples / total) if name in mine else none)
     return roots
 

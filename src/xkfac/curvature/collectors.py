@@ -20,18 +20,21 @@ from xkfac.model.units import Unit
 
 
 class Collector(ABC):
-    """Takes what the capture saw of one unit in a batch: its inputs, then the gradients of each backward pass."""
+    """Takes what the capture saw of one unit in a batch: its inputs, then the gradients of each backward pass.
 
-    def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
-        self.unit, self.dtype = unit, dtype
+    like: a tensor of the dtype and on the device of what is accumulated.
+    """
+
+    def __init__(self, unit: Unit, like: Tensor) -> None:
+        self.unit, self.like = unit, like
         self.patches = Patches(unit)
 
     def _x(self, inputs: Sequence[Tensor]) -> Tensor:
-        return self.patches.unrolled(self.patches.image(inputs, self.dtype))
+        return self.patches.unrolled(self.patches.image(inputs, self.like.dtype))
 
     def _g(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the gradients of all calls as those of further positions."""
-        calls = [unit_gradients(self.unit, gradient, self.dtype) for gradient in gradients]
+        calls = [unit_gradients(self.unit, gradient, self.like.dtype) for gradient in gradients]
         return calls[0] if len(calls) == 1 else torch.cat(calls, 2)
 
     @abstractmethod
@@ -62,14 +65,14 @@ class Source(Collector):
 class FactorCollector(Source):
     """Collects Kronecker factors."""
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, settings: Settings) -> None:
-        super().__init__(unit, dtype)
+    def __init__(self, unit: Unit, like: Tensor, settings: Settings) -> None:
+        super().__init__(unit, like)
         coupled = settings.statistics == "batch"
         self.moments = Moments(self.patches, settings.levels, settings.form, coupled=coupled)
 
     def inputs(self, inputs: Sequence[Tensor]) -> None:
         """Take a batch's inputs."""
-        self.moments.inputs.add(self.patches.image(inputs, self.dtype))
+        self.moments.inputs.add(self.patches.image(inputs, self.like.dtype))
 
     def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:
         """Take the gradients of one backward pass."""
@@ -85,17 +88,21 @@ class FactorCollector(Source):
 
     def share(self, processes: Processes, examples: int, root: Tensor | None) -> None:
         """Take the sums of the factors of all processes."""
-        self.moments.share(processes, self.dtype, examples, root)
+        self.moments.share(processes, self.like, examples, root)
 
 
 class SquareCollector(Source):
     """Collects E[(batch gradient)^2] / N, the exact diagonal of the Fisher, in the parameters' or another basis."""
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, basis: Corrected | None = None) -> None:
-        super().__init__(unit, dtype)
+    def __init__(self, unit: Unit, like: Tensor, basis: Corrected | None = None) -> None:
+        super().__init__(unit, like)
         self.basis = basis
-        self.total: Tensor | None = None
+        self.sums = self._zeros()
         self._inputs: Sequence[Tensor] = ()
+
+    def _zeros(self) -> list[Tensor]:
+        """Return what is accumulated before anything is."""
+        return [self.like.new_zeros(self.unit.shape)]
 
     def inputs(self, inputs: Sequence[Tensor]) -> None:
         """Take a batch's inputs."""
@@ -109,20 +116,16 @@ class SquareCollector(Source):
         """Take the gradient [groups, rows, columns] with respect to W~ of one backward pass."""
         if self.basis is not None:
             gradient = self.basis.right.mT @ gradient @ self.basis.left
-        square = gradient.square() * weight
-        self.total = square if self.total is None else self.total.add_(square)
+        self.sums[0] += gradient.square() * weight
 
     def block(self, examples: int) -> Block:
         """Return the block."""
-        values = torch.zeros(self.unit.shape, dtype=self.dtype) if self.total is None else self.total / examples
-        if self.basis is None:
-            return Diagonal(values)
-        return replace(self.basis, scales=values.to(self.basis.left.device))
+        values = self.sums[0] / examples
+        return Diagonal(values) if self.basis is None else replace(self.basis, scales=values)
 
     def share(self, processes: Processes, examples: int, root: Tensor | None) -> None:
         """Take the sum of squares of all processes."""
-        none = torch.zeros(self.unit.shape, dtype=self.dtype, device=processes.device)
-        self.total = processes.total(none if self.total is None else self.total)
+        self.sums = [processes.total(self.sums[0])]
 
 
 class UnmergedCollector(SquareCollector):
@@ -133,8 +136,8 @@ class UnmergedCollector(SquareCollector):
     dL/dsigma = -gamma / sigma dL/dgamma.
     """
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, bound: BoundUnit) -> None:
-        super().__init__(unit, dtype)
+    def __init__(self, unit: Unit, like: Tensor, bound: BoundUnit) -> None:
+        super().__init__(unit, like)
         self.bound = bound
         self._scale: Tensor
 
@@ -142,12 +145,12 @@ class UnmergedCollector(SquareCollector):
     def inputs(self, inputs: Sequence[Tensor]) -> None:
         """Take a batch's input [N, C, ...] of the BN, which is about to run, and normalise it as the BN will."""
         (input,) = inputs
-        input = input.to(self.dtype)
+        input = input.to(self.like.dtype)
         mean, std = self.bound.normalisation(self.bound.applied(input))
         each = (-1, *[1] * (input.dim() - 2))
         self._inputs = [(input - mean.view(each)) / std.view(each)]
         gamma = self.bound.norm.weight
-        self._scale = (1 if gamma is None else gamma.to(self.dtype)) / std.to(self.dtype)
+        self._scale = (1 if gamma is None else gamma.to(self.like.dtype)) / std.to(self.like.dtype)
 
     def add(self, gradient: Tensor, weight: float) -> None:
         """Take the gradient [C, 1, 2] with respect to gamma and beta of one backward pass."""
@@ -158,44 +161,34 @@ class UnmergedCollector(SquareCollector):
 class MarginalCollector(SquareCollector):
     """Collects the second moments E[g^T g] / N and E[g g^T] / N of columns and rows of the batch gradient g."""
 
-    def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
-        super().__init__(unit, dtype)
-        self.left: Tensor | None = None
-        self.right: Tensor | None = None
+    def _zeros(self) -> list[Tensor]:
+        groups, rows, columns = self.unit.shape
+        return [self.like.new_zeros(groups, size, size) for size in (columns, rows)]
 
     def add(self, gradient: Tensor, weight: float) -> None:
         """Take the gradient [groups, rows, columns] with respect to W~ of one backward pass."""
-        left, right = symmetrised(gradient.mT @ gradient) * weight, symmetrised(gradient @ gradient.mT) * weight
-        self.left = left if self.left is None else self.left.add_(left)
-        self.right = right if self.right is None else self.right.add_(right)
+        self.sums[0] += symmetrised(gradient.mT @ gradient) * weight
+        self.sums[1] += symmetrised(gradient @ gradient.mT) * weight
 
     def block(self, examples: int) -> Block:
         """Return the Kronecker product with these moments as its partial traces."""
-        groups, rows, columns = self.unit.shape
-        if self.left is None or self.right is None:
-            return Kronecker((Term(torch.zeros(groups, columns, columns), torch.zeros(groups, rows, rows)),))
-        left, right = self.left / examples, self.right / examples
+        left, right = (total / examples for total in self.sums)
         root = left.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(left.dtype).tiny).sqrt()[:, None, None]
         return Kronecker((Term(left / root, right / root),))
 
     def share(self, processes: Processes, examples: int, root: Tensor | None) -> None:
         """Take the sums of the two moments of all processes."""
-        groups, rows, columns = self.unit.shape
-        sums = [
-            torch.zeros(groups, size, size, dtype=self.dtype, device=processes.device) if one is None else one
-            for one, size in ((self.left, columns), (self.right, rows))
-        ]
-        self.left, self.right = map(processes.total_of_symmetric, sums)
+        self.sums = [processes.total_of_symmetric(one) for one in self.sums]
 
 
 class JointCollector(FactorCollector):
     """Collects the factors of all linear units together: rows and columns of several units side by side."""
 
-    def __init__(self, units: Sequence[Unit], dtype: torch.dtype, settings: Settings) -> None:
+    def __init__(self, units: Sequence[Unit], like: Tensor, settings: Settings) -> None:
         self.units = units
         self.rows, self.columns = (tuple(unit.shape[side] for unit in units) for side in (1, 2))
         whole = Unit(" and ".join(unit.name for unit in units), "linear", (1, sum(self.rows), sum(self.columns)))
-        super().__init__(whole, dtype, settings)
+        super().__init__(whole, like, settings)
         self.of_units: dict[str, Tensor] = {}
         self.to_units: dict[str, Tensor] = {}
 
@@ -228,8 +221,8 @@ class JointCollector(FactorCollector):
 class JointMember(Collector):
     """Passes the inputs and gradients of one linear unit on to the joint collector."""
 
-    def __init__(self, unit: Unit, dtype: torch.dtype, joint: JointCollector) -> None:
-        super().__init__(unit, dtype)
+    def __init__(self, unit: Unit, like: Tensor, joint: JointCollector) -> None:
+        super().__init__(unit, like)
         self.joint = joint
 
     def inputs(self, inputs: Sequence[Tensor]) -> None:

@@ -8,7 +8,7 @@ H'' = E[(sum_m G_m)(sum_m G_m)^T] / N, inter-example terms of BN included.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -103,7 +103,7 @@ def estimate(
         settings,
         get_likelihood(likelihood),
         forward or default_forward,
-        _checked(accumulation_dtype) or widest_dtype(model),
+        torch.empty(0, dtype=_checked(accumulation_dtype) or widest_dtype(model), device=device_of(model)),
         seed,
         lambda batch: find_units(model, batch, **finding, forward=run.checked),
         graph,
@@ -118,9 +118,7 @@ def estimate(
         curvature = run.finished(collectors, examples, decompose=settings.kind == "corrected")
         if settings.kind == "corrected":
             bases = {n: block if isinstance(block, Corrected) else None for n, block in curvature.blocks.items()}
-            collectors, again = run.over(
-                loader, lambda unit: SquareCollector(unit, run.dtype, bases[unit.name]), **feed
-            )
+            collectors, again = run.over(loader, lambda unit: SquareCollector(unit, run.like, bases[unit.name]), **feed)
             if again != examples:
                 raise XkfacError(
                     f"kind='corrected' passes over the data twice, and the loader gave {examples} examples, then "
@@ -159,7 +157,7 @@ class _Run:
     settings: Settings
     likelihood: Likelihood
     forward: Forward
-    dtype: torch.dtype
+    like: Tensor
     seed: int
     find: Callable[[Any], Coverage]
     graph: bool = False
@@ -171,7 +169,7 @@ class _Run:
         """Make sure that the processes of a shared pass mean the same one."""
         if self.processes is not None:
             likelihood = {"likelihood": self.likelihood.name, **self.likelihood.arguments}
-            own = {"accumulation_dtype": self.dtype, "seed": self.seed, "graph": self.graph}
+            own = {"accumulation_dtype": self.like.dtype, "seed": self.seed, "graph": self.graph}
             self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
 
     def checked(self, model: nn.Module, batch: Any) -> Tensor:
@@ -190,10 +188,10 @@ class _Run:
     def first_collector(self, unit: Unit) -> Collector:
         """Return the collector of the first pass: a unit's factors, its diagonal, or the moments of its gradient."""
         if self.settings.kind == "diagonal":
-            return SquareCollector(unit, self.dtype)
+            return SquareCollector(unit, self.like)
         if self.settings.kind == "corrected":
-            return MarginalCollector(unit, self.dtype)
-        return FactorCollector(unit, self.dtype, self.settings)
+            return MarginalCollector(unit, self.like)
+        return FactorCollector(unit, self.like, self.settings)
 
     def over(
         self, loader: Iterable[Any], collector: Callable[[Unit], Collector], **feed: Any
@@ -238,7 +236,10 @@ class _Run:
         mode: Statistics | None = None
         noisy: NoisyWeights | None = None
         work: Callable[[Any], None]
-        for place, (size, batch) in enumerate(self._steps(counted, device, **feed)):
+        if rank > 0 and feed["progress"] is True:
+            feed["progress"] = False
+        steps = batches(counted, device, what="curvature", may_be_none=self.processes is not None, **feed)
+        for place, (size, batch) in enumerate(steps):
             if self.coverage is None:
                 self.coverage = self.find(batch)
             if capture is None:
@@ -264,23 +265,18 @@ class _Run:
         capture.forget()
         return capture.collectors
 
-    def _steps(self, loader: Iterable[Any], device: torch.device, **feed: Any) -> Iterator[tuple[int, Any]]:
-        if self.processes is not None and self.processes.rank > 0 and feed["progress"] is True:
-            feed["progress"] = False
-        return batches(loader, device, what="curvature", may_be_none=self.processes is not None, **feed)
-
     def _collectors(self, collector: Callable[[Unit], Collector]) -> Collectors:
         assert self.coverage is not None
         linear = [unit for unit in self.coverage.units if unit.kind == "linear" and self.settings.cross_layer]
-        joint = JointCollector(linear, self.dtype, self.settings) if linear else None
+        joint = JointCollector(linear, self.like, self.settings) if linear else None
         of: dict[str, Collector] = {}
         for unit in self.coverage.units:
             if unit.kind == "free":
-                of[unit.name] = SquareCollector(unit, self.dtype)
+                of[unit.name] = SquareCollector(unit, self.like)
             elif unit.kind == "unmerged":
-                of[unit.name] = UnmergedCollector(unit, self.dtype, BoundUnit(self.model, unit))
+                of[unit.name] = UnmergedCollector(unit, self.like, BoundUnit(self.model, unit))
             elif joint is not None and unit.kind == "linear":
-                of[unit.name] = JointMember(unit, self.dtype, joint)
+                of[unit.name] = JointMember(unit, self.like, joint)
             else:
                 of[unit.name] = collector(unit)
         return Collectors(of, joint)
@@ -318,7 +314,7 @@ class _Run:
             for unit, gradient in zip(free, gradients, strict=False):
                 squares = capture.collectors.of[unit.name]
                 if gradient is not None and isinstance(squares, SquareCollector):
-                    squares.add(gradient.to(self.dtype).reshape(unit.shape), capture.draw.weight)
+                    squares.add(gradient.to(self.like.dtype).reshape(unit.shape), capture.draw.weight)
 
 
 def check_rows(output: Any, size: int) -> None:

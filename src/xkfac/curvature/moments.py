@@ -175,7 +175,7 @@ class Moments:
         self._release()
         return [gram.sum() for gram in self._right]
 
-    def share(self, processes: Processes, dtype: torch.dtype, examples: int, root: Tensor | None) -> None:
+    def share(self, processes: Processes, like: Tensor, examples: int, root: Tensor | None) -> None:
         """Take the sums of all processes in place of those of this one, which has seen so many examples.
 
         Sums add up over processes, but for one thing: in the mean form a process takes inputs from an origin of its
@@ -183,14 +183,13 @@ class Moments:
         process adds the scatter of its own mean; no difference of large numbers is taken on the way.
         """
         groups, rows, columns = self._shape
-        left = [torch.zeros(groups, columns, columns, dtype=dtype, device=processes.device) for _ in self.levels]
-        left = left[: len(left) - self.population]
+        left = [like.new_zeros(groups, columns, columns) for _ in range(len(self.levels) - self.population)]
         if examples:
             own = self.inputs.root(examples)
             left = [factor.mul_(examples) for factor in self.inputs.factors(examples)]
             if root is not None and own is not None:
                 left[-1].baddbmm_((own - root).mT, own - root, alpha=examples)  # only one triangle of it travels
-        none = left[0].new_zeros(groups, rows, rows)
+        none = like.new_zeros(groups, rows, rows)
         right = [none if factor is None else factor for factor in self._gradient_factors()]
         left, right = ([processes.total_of_symmetric(one) for one in side] for side in (left, right))
         self._shared = left, right, root

@@ -128,17 +128,18 @@ def locked(path: Path, *, shared: bool = False, wait: float = 0.0) -> Iterator[i
     many seconds others are waited for.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    end = time.monotonic() + wait
-    with os.fdopen(handle, "rb+") as file:
-        while handle is not None:
+    end, free = time.monotonic() + wait, False
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with os.fdopen(handle, "rb+"):
+        while not free:
             try:
-                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-                break
+                fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                free = True
             except BlockingIOError:
-                handle = handle if time.monotonic() < end else None
-                time.sleep(0.02 if wait else 0.0)
-        yield handle
+                if time.monotonic() >= end:
+                    break
+                time.sleep(0.02)
+        yield handle if free else None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -95,9 +95,7 @@ class TaskSequence:
 
     def _calibrate(self, model: nn.Module, memory: Memory, held_out: Iterable[Any]) -> None:
         """Measure the memory's calibration, alike on all processes: that of the first."""
-        options = {name: value for name, value in self._of_learner.items() if name == "damping"}
-        if isinstance(self.calibrate, Mapping):
-            options.update(self.calibrate)
+        options = self.calibrate if isinstance(self.calibrate, Mapping) else {}
         measured = [calibrated(model, memory, held_out, **options).calibration]
         if dist.is_available() and dist.is_initialized():
             dist.broadcast_object_list(measured)

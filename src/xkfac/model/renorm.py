@@ -173,11 +173,7 @@ _TO_RENORM: dict[type[nn.Module], type[_BatchRenorm]] = {
     nn.BatchNorm2d: BatchRenorm2d,
     nn.BatchNorm3d: BatchRenorm3d,
 }
-_TO_BATCHNORM: dict[type[nn.Module], type[_BatchNorm]] = {
-    BatchRenorm1d: nn.BatchNorm1d,
-    BatchRenorm2d: nn.BatchNorm2d,
-    BatchRenorm3d: nn.BatchNorm3d,
-}
+_TO_BATCHNORM: dict[type[nn.Module], type[nn.Module]] = {renorm: norm for norm, renorm in _TO_RENORM.items()}
 
 
 def to_renorm(model: nn.Module, **schedule: Any) -> nn.Module:
