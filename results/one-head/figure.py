@@ -1,4 +1,4 @@
-"""Draw the curves of the first page of the docs: python results/one-head/figure.py"""
+"""Draw the curves of the first page of the docs: `python results/one-head/figure.py`."""
 
 import json
 from pathlib import Path
