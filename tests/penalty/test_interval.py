@@ -11,11 +11,11 @@ from xkfac import Balance, Learner, XkfacError, consolidate
 from xkfac.penalty.interval import LONGEST
 
 
-def begun(**options):
+def begun(method="xkfac", **options):
     """Return a network in float64 with a learner that has begun, away from the anchor, and batches of the target."""
     torch.manual_seed(0)
     model = randomise(mlp()).double()
-    memory = consolidate(model, [(x.double(), y) for x, y in data()], "xkfac")
+    memory = consolidate(model, [(x.double(), y) for x, y in data()], method)
     batches = [(x.double(), y) for x, y in target(count=8)]
     learner = Learner(model, memory, **options)
     learner.begin(batches)
@@ -159,10 +159,11 @@ def test_the_stable_learning_rate_is_where_k_steps_stop_to_contract(momentum, ev
         assert (torch.linalg.eigvals(both).abs().max() < 1) == stable
 
 
-def test_implicit_steps_take_the_weight_of_the_interval_and_end_one_that_adapts():
-    model, learner, _ = begun(penalty_every=4, strength=1e4)
-    _, single, _ = begun(penalty_every=1, strength=4e4)
-    _, adapting, _ = begun(strength=4e4)
+@pytest.mark.parametrize(("method", "every"), [("xkfac", 1), ("fixed-bn", 4)])
+def test_implicit_steps_take_the_weight_of_the_interval_and_end_one_that_adapts(method, every):
+    model, learner, _ = begun(penalty_every=4, strength=1e4, method=method)
+    _, single, _ = begun(penalty_every=1, strength=4e4, method=method)
+    _, adapting, _ = begun(strength=4e4 / every, method=method)
     found, truth, same = learner.implicit(0.1), single.implicit(0.1), adapting.implicit(0.1)
     gradients = [torch.randn_like(p) for p in model[0].parameters()]
     for one in (found, same):
@@ -171,6 +172,7 @@ def test_implicit_steps_take_the_weight_of_the_interval_and_end_one_that_adapts(
         (expected,) = truth([p for p in truth.parameters if p.shape == (5, 6)], gradients)
         torch.testing.assert_close(result, expected)
     assert not adapting._step.interval.adapts
+    assert adapting._step.interval.every == every
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "auto"])

@@ -275,8 +275,8 @@ class Learner:
 
         Its `step()`, before each of the optimizer's (`begin(loader, optimizer)` sees to it), multiplies the gradients
         of protected parameters by (I + eta * ls * strength * H)^-1, eta = lr / (1 - momentum), block by block and along
-        at most `rank` directions of a unit's inputs. From here on the penalty is evaluated in every step, unless the
-        learner was given `penalty_every`.
+        at most `rank` directions of a unit's inputs. From here on the penalty is evaluated in every step, on a CPU in
+        every fourth where it reads no mini-batch statistics, unless the learner was given `penalty_every`.
         """
         weight = lr / (1 - momentum) * self.importance[0] * self.strength
         return self._step.implicit(weight, rank)

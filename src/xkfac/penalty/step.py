@@ -19,7 +19,7 @@ from xkfac.penalty.bn_readings import BnReadings
 from xkfac.penalty.bn_taps import BnReading
 from xkfac.penalty.fused import FusedPenalty, accumulate
 from xkfac.penalty.implicit import Implicit
-from xkfac.penalty.interval import Interval
+from xkfac.penalty.interval import IMPLICIT, Interval
 from xkfac.penalty.quadratic import Penalty
 from xkfac.penalty.side_stream import SideStream
 from xkfac.penalty.stiffness import stiffness
@@ -46,6 +46,7 @@ class PenalisedStep:
         if every is None and (device.type != "cpu" or (dist.is_available() and dist.is_initialized())):
             every = 1  # to look at gradients would synchronise the device, and processes would not decide alike
         self.interval = Interval(every)
+        self._implicit_every = IMPLICIT if method.interpretation == "eval" else 1
         self.bound = bind(model, units)
         norms = norms_of(model).values() if method.fixed_bn or method.fixed_affine else ()
         self._fixed = {id(one) for norm in norms for one in norm.parameters(recurse=False)}
@@ -132,9 +133,9 @@ class PenalisedStep:
         return list(zip(parameters, implicit(parameters, gradients), strict=True))
 
     def implicit(self, weight: float, rank: int) -> Implicit:
-        """Return what makes steps implicit in `weight` times L_s; an interval that adapts ends at 1."""
+        """Return what makes steps implicit in `weight` times L_s; an interval that adapts becomes a fixed one."""
         if self.interval.adapts:
-            self.interval = Interval(1)
+            self.interval = Interval(self._implicit_every)
         return Implicit(self.quadratic.curvature, self.bound.values(), weight * self.interval.every, rank)
 
     def stable_lr(self, source: float, momentum: float, implicit: Implicit | None, iterations: int, seed: int) -> float:
