@@ -248,17 +248,12 @@ class KhatriRao:
 
     def cut(self, places: Sequence[int]) -> KhatriRao:
         """Return the blocks between the units at some places alone."""
-        starts = {sizes: [0, *accumulate(sizes)] for sizes in (self.columns, self.rows)}
-        columns, rows = (
-            [index for place in places for index in range(*starts[sizes][place : place + 2])]
-            for sizes in (self.columns, self.rows)
-        )
-        lefts = [t.left[:, :, columns] if t.low_rank else t.left[:, columns][:, :, columns] for t in self.terms]
-        terms = [
-            replace(t, left=left, right=t.right[:, rows][:, :, rows]) for t, left in zip(self.terms, lefts, strict=True)
-        ]
-        sizes = (tuple(sizes[place] for place in places) for sizes in (self.rows, self.columns))
-        return KhatriRao(tuple(terms), *sizes)
+        starts = ([0, *accumulate(sizes)] for sizes in (self.columns, self.rows))
+        columns, rows = ([i for place in places for i in range(*of[place : place + 2])] for of in starts)
+        lefts = [(t.left if t.low_rank else t.left[:, columns])[:, :, columns] for t in self.terms]
+        rights = [t.right[:, rows][:, :, rows] for t in self.terms]
+        terms = [replace(t, left=a, right=h) for t, a, h in zip(self.terms, lefts, rights, strict=True)]
+        return KhatriRao(tuple(terms), *(tuple(of[place] for place in places) for of in (self.rows, self.columns)))
 
     def average(self, other: KhatriRao, own: float, others: float, *, homogeneous: Sequence[bool] = ()) -> KhatriRao:
         """Return own * (this) + others * (the other), every two terms as one; a unit's own block as `Kronecker` does.

@@ -169,10 +169,7 @@ class Learner:
         self._begun = True
 
     def penalty(self) -> Tensor:
-        """Return L_s, damping included, for the statistics of the latest forward pass; differentiable.
-
-        A BN that did not run in training mode since the last call is read with its population statistics.
-        """
+        """Return L_s, damping included, for BN statistics of the latest training pass, else population statistics."""
         self._guard.stepped = True
         return self._step.value()
 
