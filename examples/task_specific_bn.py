@@ -25,9 +25,9 @@ xkfac.enter_task(model, "target")  # its layers run and learn, those of the sour
 unprotected = copy.deepcopy(model)
 fine_tune(unprotected, target)
 
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 learner = xkfac.Learner(model, memory)
-learner.begin(target)
-optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+learner.begin(target, optimizer)
 model.train()
 for _ in range(5):
     for x, y in target:
