@@ -27,7 +27,7 @@ model.head = nn.Linear(64, 5)  # swap heads before you make the learner
 unprotected = copy.deepcopy(model)
 fine_tune(unprotected, target, epochs=15)
 
-optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 learner = xkfac.Learner(model, memory)
 learner.begin(target, optimizer)
 model.train()

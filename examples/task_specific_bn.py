@@ -25,7 +25,7 @@ xkfac.enter_task(model, "target")  # its layers run and learn, those of the sour
 unprotected = copy.deepcopy(model)
 fine_tune(unprotected, target)
 
-optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 learner = xkfac.Learner(model, memory)
 learner.begin(target, optimizer)
 model.train()

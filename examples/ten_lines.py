@@ -22,7 +22,7 @@ memory.save("source.safetensors")
 unprotected = copy.deepcopy(model)
 fine_tune(unprotected, target_loader)
 
-optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 memory = xkfac.Memory.load("source.safetensors", model)  # later, elsewhere, without the data
 learner = xkfac.Learner(model, memory)
 learner.begin(target_loader, optimizer)
