@@ -17,6 +17,13 @@ from xkfac.errors import MismatchError, NotFiniteError, XkfacError, XkfacWarning
 from xkfac.learning.divergence import INTERVAL
 
 
+def undamped_penalty(learner):
+    """L_s without damping where the network is, under population statistics."""
+    at = {name: one.merged_weight().detach() for name, one in learner._step.bound.items()}
+    moves = {name: weight - learner.memory.anchor[name] for name, weight in at.items()}
+    return learner.memory.curvature.quadratic(moves).item()
+
+
 def test_finish_refuses_a_task_without_objective():
     model, learner = started()
     with pytest.raises(
@@ -336,10 +343,7 @@ def test_a_penalty_that_says_that_the_past_is_lost_is_told_once(distance, dampin
             parameter.add_(distance)
     for norm in (model[1], model[4]):
         norm.momentum = 0.0
-    moves = {
-        name: one.merged_weight().detach() - learner.memory.anchor[name] for name, one in learner._step.bound.items()
-    }
-    undamped = learner.memory.curvature.quadratic(moves).item()
+    undamped = undamped_penalty(learner)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(lambda x, y: learner.objective(F.cross_entropy(model(x), y)), 3 * INTERVAL)
@@ -372,10 +376,7 @@ def test_a_penalty_beyond_the_radius_is_told_once_per_task_and_can_be_read(radiu
     assert learner.over_radius < 1e-3 or radius == 0
     move(model)
     model[1].momentum = model[4].momentum = 0.0
-    moves = {
-        name: one.merged_weight().detach() - learner.memory.anchor[name] for name, one in learner._step.bound.items()
-    }
-    undamped = learner.memory.curvature.quadratic(moves).item()
+    undamped = undamped_penalty(learner)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(lambda x, y: learner.objective(F.cross_entropy(model(x), y)), 3 * INTERVAL)
