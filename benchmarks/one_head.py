@@ -18,9 +18,10 @@ Accuracies on test images of the old and the new task, BN with stored statistics
 32 test images of one task (`batch`); for `own` also with one of the two taken from the new task, and, with --routers,
 with the task of each test image inferred from early features or those of the source network. Steps: SGD, momentum
 0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`; with --implicit the optimizer
-goes to `begin`, as in README's ten lines, which allows for --lr at every strength. --rows CURVATURE/BN picks rows. For each source network `moments` has the loss on the new
-task before a step, and the mean square of what each BN gives without gamma and beta: 1 on the images that its
-statistics are of. Nothing is chosen here. Results are written after every curve.
+goes to `begin`, as in README's ten lines, which allows for --lr at every strength. --rows CURVATURE/BN picks rows. For
+each source network `moments` has the loss on the new task before a step, and the mean square of what each BN gives
+without gamma and beta: 1 on the images that its statistics are of. Nothing is chosen here. Results are written after
+every curve.
 """
 
 from __future__ import annotations
