@@ -8,18 +8,22 @@ calibrated on 400 others with other seeds, from a three times larger learning ra
 Then the convolutional network learns changed digits for 100 steps, with strength 1 and as calibrated, with SGD that
 `begin` was given (momentum 0.9, cosine), at several learning rates; accuracies on the other 397 digits.
 
-The second: FOLDER holds `imagenet1000-128.zip` and MODEL-imagenet-128.safetensors (or .xz). Prints the calibration.
+The second: FOLDER holds `imagenet1000-128.zip` and MODEL-imagenet-128.safetensors (or .xz). Prints the calibration, and
+what the scale would be if it were read at other rises of the loss than 0.1 nats: --rises (paths go on to the largest).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import io
 import lzma
+import statistics
 import time
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xkfac
+from xkfac import calibration as calibration_module
 from xkfac.experiments.networks.library import library_model
 from xkfac.learning import calibrator
 
@@ -140,11 +145,35 @@ def imagenet(options: argparse.Namespace) -> None:
     x = images(options.imagenet / "imagenet1000-128.zip", options.images)
     held_out = [(one,) for one in x.split(options.batch) if len(one) == options.batch]
     began = time.perf_counter()
-    memory = xkfac.consolidate(net, held_out, forward=lambda model, batch: model(batch[0]))
+    memory = xkfac.consolidate(net, held_out, draws=options.draws, forward=lambda model, batch: model(batch[0]))
     consolidated = time.perf_counter()
-    calibration = xkfac.calibrate(net, memory, held_out).calibration
+    with by_rise(options.rises) as scales:
+        calibration = xkfac.calibrate(net, memory, held_out).calibration
     took = consolidated - began, time.perf_counter() - consolidated
     print(f"{options.model}: {calibration}; {took[0]:.0f} s to consolidate, {took[1]:.0f} s to calibrate")
+    for rise, found in scales.items():
+        print(f"read at {rise} nats: {statistics.geometric_mean(found):.3g} ({min(found):.3g} to {max(found):.3g})")
+
+
+@contextlib.contextmanager
+def by_rise(rises: list[float]) -> Iterator[dict[float, list[float]]]:
+    """Let the paths of calibrations go on to the largest rise, and note the scale of every path at each of them."""
+    scales: dict[float, list[float]] = {rise: [] for rise in rises}
+    measured, usual = calibrator._measured, calibration_module.RISE
+
+    def noted(*arguments: Any) -> Any:
+        curve, lr = measured(*arguments)
+        for rise, found in scales.items():
+            calibration_module.RISE = rise
+            found.append(calibration_module.scale_of(curve))
+        calibration_module.RISE = usual
+        return curve, lr
+
+    calibrator._measured, calibrator.RISE = noted, max(rises)
+    try:
+        yield scales
+    finally:
+        calibrator._measured, calibrator.RISE = measured, usual
 
 
 def main() -> None:
@@ -154,6 +183,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--images", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--draws", type=int, help="of labels per batch, by default the library's choice")
+    parser.add_argument("--rises", type=float, nargs="+", default=[0.1])
     parser.add_argument("--output", type=Path, default=Path("results/calibration"))
     options = parser.parse_args()
     if options.imagenet:
