@@ -366,6 +366,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--share", type=float, default=1.0, help="the share of the training images that is used")
@@ -388,7 +389,7 @@ def main() -> None:
     more = (tuple(options.calibrated), options.test, options.routers, options.pixels)
     cases = [
         Case(options.data, pair, options.device, seed, *how, *more)
-        for seed in range(options.seeds)
+        for seed in range(options.first, options.first + options.seeds)
         for pair in options.pairs
     ]
     places = {

@@ -109,47 +109,48 @@ def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
         return 100 * (net.eval()(x).argmax(1) == y).float().mean().item()
 
 
-def run(name: str, seed: int, epochs: int, lr: float, strength: float) -> dict[str, dict[str, float]]:
-    """Return, by draws and target, the errors, the intensity, points forgotten and accuracy on the target."""
-    make, options = NETS[name]
+def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return, by draws, target and strength, the errors, the intensity, points forgotten and accuracy on the target."""
+    make, how = NETS[name]
     torch.manual_seed(seed)
     x, y = digits()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x[order], y[order]
     changed = digits(seed + 50)[0][order] if name == "perceptron" else 1 - x
     net = make()
-    train(net, x[:1000], y[:1000], epochs, seed, lr)
+    train(net, x[:1000], y[:1000], options.epochs, seed, options.lr)
     before = accuracy(net, x[1400:], y[1400:])
     held_out = batches(x[1000:1400], y[1000:1400], 32, 5)
-    truth = xkfac.consolidate(net, held_out, draws=REFERENCE, seed=seed, **options)
+    truth = xkfac.consolidate(net, held_out, draws=REFERENCE, seed=seed, **how)
     units = [unit for unit, block in truth.curvature.blocks.items() if len(block.terms) > 1][:-1]  # type: ignore[union-attr]
-    samples = sampled(net, held_out, max(DRAWS), options, seed + 10)
+    samples = sampled(net, held_out, max(options.draws), how, seed + 10)
     results = {}
-    for draws in (*DRAWS, REFERENCE):
+    for draws in (*options.draws, REFERENCE):
         few = {n: [one[: draws * len(held_out)] for one in levels] for n, levels in samples.items()}
         for target in TARGETS if draws < REFERENCE else TARGETS[:1]:
             memory, intensity = with_factors(truth, few, target) if draws < REFERENCE else (truth, 0.0)
             of_h, of_block = errors(memory, truth, units)
-            learning = copy.deepcopy(net)
-            learner = xkfac.Learner(learning, memory, strength=strength)
-            learner.begin(batches(changed[:1000], y[:1000], 32, 5))
-            train(learning, changed[:1000], y[:1000], epochs, seed + 1, lr, learner)
-            learner.close()
-            results[f"{draws} | {target}"] = {
-                "H''": of_h,
-                "block": of_block,
-                "intensity": intensity,
-                "forgotten": before - accuracy(learning, x[1400:], y[1400:]),
-                "target": accuracy(learning, changed[1400:], y[1400:]),
-            }
+            for strength in options.strengths:
+                learning = copy.deepcopy(net)
+                learner = xkfac.Learner(learning, memory, strength=strength)
+                learner.begin(batches(changed[:1000], y[:1000], 32, 5))
+                train(learning, changed[:1000], y[:1000], options.epochs, seed + 1, options.lr, learner)
+                learner.close()
+                results[f"{draws} | {target} | {strength:g}"] = {
+                    "H''": of_h,
+                    "block": of_block,
+                    "intensity": intensity,
+                    "forgotten": before - accuracy(learning, x[1400:], y[1400:]),
+                    "target": accuracy(learning, changed[1400:], y[1400:]),
+                }
     print(f"{name}, seed {seed}: done", flush=True)
     return results
 
 
 def table(runs: dict[str, list[dict[str, dict[str, float]]]]) -> str:
     keys = ("H''", "block", "intensity", "forgotten", "target")
-    lines = ["| network | draws per batch | H'' | error of H'' | of the block | intensity | forgotten | target |"]
-    lines.append("|---" * 8 + "|")
+    names = "network | draws per batch | H'' | strength | error of H'' | of the block | intensity | forgotten | target"
+    lines = [f"| {names} |", "|---" * 9 + "|"]
     for name, many in runs.items():
         for row in many[0]:
             cells = []
@@ -167,14 +168,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--strength", type=float, default=1.0)
+    parser.add_argument("--strengths", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--draws", type=int, nargs="+", default=DRAWS)
+    parser.add_argument("--nets", nargs="+", default=list(NETS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     record = {**provenance(), "seeds": list(range(options.seeds))}
     runs: dict[str, list[dict[str, dict[str, float]]]] = {}
-    for name in NETS:
+    for name in options.nets:
         for seed in range(options.seeds):
-            runs.setdefault(name, []).append(run(name, seed, options.epochs, options.lr, options.strength))
+            runs.setdefault(name, []).append(run(name, seed, options))
             keep(options.output, record, runs, table(runs), show=False)
     print(table(runs))
 
