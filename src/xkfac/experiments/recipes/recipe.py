@@ -84,6 +84,8 @@ class Images:
     orders: the targets in the orders they are learnt; repeat r takes order r modulo their number. Empty: as listed.
     Targets that no order names are left out.
     measure: the part that accuracies are measured on.
+    infer_tasks: measure `xkfac.Router` for every line and by all kinds of features, not only for lines whose tasks
+    have layers of their own and by features of the source network.
     """
 
     model: str = "resnet50"
@@ -93,6 +95,7 @@ class Images:
     validation: float = 0.1
     orders: tuple[tuple[str, ...], ...] = ()
     measure: Literal["test", "validation"] = "test"
+    infer_tasks: bool = False
 
 
 @dataclass(frozen=True)

@@ -310,6 +310,8 @@ class JobRun:
 
     def _end_stage(self, stage: Stage, start: float) -> None:
         """Measure what is known after a stage, and turn to the next."""
+        if not stage.anew:
+            self.sequence.meet(self.model, stage.task)
         last = stage.count == self.line.tasks and not stage.anew
         inference = self.sequence.inference(self.model) if last else []
         self.folder.note(
