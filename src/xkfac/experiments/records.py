@@ -73,9 +73,9 @@ def fault(record: Any, fields: Fields, free: Iterable[str] = (), *, more: bool =
     return None if unknown is None else f"it has '{unknown}', which is not known"
 
 
-def record(words: str, fields: Fields, *, more: bool = False) -> Kind:
-    """Return the kind of a table that has some fields."""
-    return Kind(words, lambda value: fault(value, fields, more=more) is None)
+def record(words: str, fields: Fields, free: Iterable[str] = (), *, more: bool = False) -> Kind:
+    """Return the kind of a table that has some fields, of which those in `free` may be missing."""
+    return Kind(words, lambda value: fault(value, fields, free, more=more) is None)
 
 
 def matching(words: str, pattern: str) -> Kind:
@@ -161,6 +161,9 @@ POINT: Fields = {
     "chosen": FLAG,
 }
 
+# By images one by one, and by batches of one task: the percentages that are taken for each task.
+_INFERRED: Fields = {"inferred": PERCENT, "taken": several(PERCENT), "together": several(PERCENT)}
+
 # events.jsonl; the free fields are those that earlier versions, and tuning, leave out.
 EVENTS: Mapping[str, Fields] = {
     "start": {"line": TEXT, "seed": COUNT, "untrained": several(PERCENT), "tasks": several(TEXT)},
@@ -178,7 +181,11 @@ EVENTS: Mapping[str, Fields] = {
         "task": COUNT,
         "accuracy": several(PERCENT),
         "inference": several(
-            record("how a task is inferred", {"given": PERCENT, "inferred": PERCENT, "taken": several(PERCENT)})
+            record(
+                "how a task is inferred",
+                {"given": PERCENT, **_INFERRED, "others": named(record("other features", _INFERRED))},
+                ("together", "others"),
+            )
         ),
         "before": optional(PERCENT),
         "kept": WHOLE,
