@@ -310,6 +310,14 @@ def test_the_learning_rate_is_divided_every_so_many_epochs():
     assert line("lr_every = 1").learning_rate(0, 5000) == 0.0
 
 
+def test_a_learning_rate_that_grows_makes_up_for_the_share_of_a_new_task():
+    made = line("lr = 0.1\ntarget_lr = 0.4\nlr_grows = true\nlr_every = 1\nlr_factor = 2")
+    assert made.learning_rate(0, 0) == 0.1
+    shares = [1 / (task + 1) for task in range(1, 6)]
+    assert [made.learning_rate(task, 0) * share for task, share in enumerate(shares, 1)] == pytest.approx([0.2] * 5)
+    assert made.learning_rate(3, 1) == made.learning_rate(3, 0) / 2
+
+
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,8}", fullmatch=True)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 NUMBERS = st.floats(0, 1e30)
