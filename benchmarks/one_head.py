@@ -4,8 +4,9 @@
 
 A network of three convolutions with BN, a pool and a linear layer learns ten classes, and then ten others with the same
 ten outputs. FOLDER holds MNIST's idx files (in `mnist`) and `tiny-imagenet-100.zip`. Pairs: `digits`, MNIST, then ten
-classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others. Curves over the strength of
-the penalty, for several curvatures and for these treatments of BN:
+classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others; on request `flowers`, ten
+classes of Flowers and then ten of Cars (`flowers102-128.zip`, `cars196-128.zip`). Curves over the strength of the
+penalty, for several curvatures and for these treatments of BN:
 
     shared    gamma and beta are learnt and re-centred, statistics follow the batches (the library's default)
     eval      the same, merged weights read with population statistics
@@ -16,7 +17,8 @@ the penalty, for several curvatures and for these treatments of BN:
 
 Accuracies on test images of the old and the new task, BN with stored statistics (`stored`) or with those of batches of
 32 test images of one task (`batch`); for `own` also with one of the two taken from the new task, and with the task of
-each test image inferred by a `Router` from early features or those of the source network. Steps: SGD, momentum
+each test image inferred by a `Router` from early features or those of the source network (`taken` right: for what
+share of the images). Steps: SGD, momentum
 0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`; with --implicit steps are
 implicit in the penalty, which allows for --lr at every strength. Nothing is chosen here.
 """
@@ -44,6 +46,7 @@ from torch.nn import functional as F
 
 import xkfac
 from xkfac.experiments.data.digits import load
+from xkfac.experiments.runs.task_inference import measure
 from xkfac.model.passes import norms_of, set_mode, untouched
 from xkfac.task_layers import task_layers_of
 
@@ -209,10 +212,16 @@ def inferred(net: nn.Sequential, source: nn.Sequential, train: Examples, target:
     return router
 
 
-@torch.no_grad()
-def accuracy_inferred(router: xkfac.Router, examples: Examples) -> float:
-    found = [router(x).outputs.argmax(1) == y for x, y in zip(*(one.split(250) for one in examples), strict=True)]
-    return 100 * torch.cat(found).double().mean().item()
+def inferences(net: nn.Sequential, source: nn.Sequential, sets: tuple[Examples, ...], by: str) -> dict[str, float]:
+    """Return accuracies with inferred tasks, and the shares of images that are taken for those of their task."""
+    train, target, old, new = sets
+    router = inferred(net, source, train, target, by)
+    found = {}
+    for place, (name, examples) in enumerate((("old", old), ("new", new))):
+        answer = measure(router, router.model, place, zip(*(one.split(250) for one in examples), strict=True))
+        found[f"{name} inferred, {by}"] = answer["inferred"]
+        found[f"{name} taken right, {by}"] = answer["taken"][place]
+    return found
 
 
 def measured(net: nn.Sequential, source: nn.Sequential, old: Examples, new: Examples, bn: str) -> dict[str, float]:
@@ -241,6 +250,7 @@ class Case:
     share: float
     lr: float = LR
     implicit: bool = False
+    strengths: tuple[float, ...] = STRENGTHS
 
     def data(self) -> tuple[Examples, Examples, Examples, Examples, Examples]:
         """Return training, held-out and test images of the old task, and training and test images of the new one."""
@@ -248,6 +258,10 @@ class Case:
         if self.pair == "digits":
             train, old = digits(self.folder / "mnist", int(20000 * self.share))
             target, new = pictures(archive, range(10))
+        elif self.pair == "flowers":
+            (train, old), (target, new) = (
+                pictures(self.folder / f"{name}-128.zip", range(10)) for name in ("flowers102", "cars196")
+            )
         else:
             (train, old), (target, new) = pictures(archive, range(10)), pictures(archive, range(10, 20))
         target = shuffled(target, 7, int(len(target[1]) * self.share))
@@ -287,7 +301,7 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
     source.load_state_dict(weights)
     memory = consolidated(source, list(batches(kept, case.seed))[:60], curvature, bn, case.seed)
     runs = []
-    for strength in STRENGTHS:
+    for strength in case.strengths:
         net = copy.deepcopy(source)
         learner = xkfac.Learner(net, memory, strength=strength)
         learner.begin(list(batches(target, case.seed)))
@@ -296,9 +310,7 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
         learner.close()
         found = measured(net, source, old, new, bn)
         for by in ("early", "source") if bn == "own" else ():
-            router = inferred(net, source, kept, target, by)
-            found |= {f"old inferred, {by}": accuracy_inferred(router, old)}
-            found |= {f"new inferred, {by}": accuracy_inferred(router, new)}
+            found |= inferences(net, source, (kept, target, old, new), by)
         runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found))
     return runs
 
@@ -329,12 +341,19 @@ def main() -> None:
     parser.add_argument("--implicit", action="store_true", help="steps that are implicit in the penalty")
     parser.add_argument("--pairs", nargs="+", default=["digits", "photographs"])
     parser.add_argument("--treatments", nargs="+", help="of BN, by default all")
+    parser.add_argument("--curvatures", nargs="+", default=list(CURVATURES))
+    parser.add_argument("--strengths", nargs="+", type=float, default=STRENGTHS)
     parser.add_argument("--output", type=Path, default=Path("results/one-head"))
     options = parser.parse_args()
     record = {**provenance(), "seeds": options.seeds, "epochs": options.epochs, "implicit": options.implicit}
-    rows = [row for row in ROWS if options.treatments is None or row[1] in options.treatments]
+    rows = [
+        row
+        for row in ROWS
+        if row[0] in options.curvatures and (options.treatments is None or row[1] in options.treatments)
+    ]
+    steps = options.share, options.lr, options.implicit, tuple(options.strengths)
     cases = [
-        Case(options.data, pair, options.device, seed, options.epochs, options.share, options.lr, options.implicit)
+        Case(options.data, pair, options.device, seed, options.epochs, *steps)
         for pair in options.pairs
         for seed in range(options.seeds)
     ]
