@@ -34,7 +34,7 @@ UNPROTECTED = (JOINT, SINGLE)
 
 _READING = ("interpretation", "recentre")
 _PENALISED_ONLY = (
-    *("damping", "strength", "calibrated", "steady", "implicit", "head_epochs", "bn_momentum"),
+    *("damping", "strength", "calibrated", "steady", "implicit", "lr_by_share", "head_epochs", "bn_momentum"),
     *("balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
     *_READING,
 )
@@ -107,6 +107,8 @@ class Line:
     epochs, batch, lr, momentum: SGD; the learning rate is divided by `lr_factor` every `lr_every` epochs, or falls to
     `lr_end` along a half cosine where that is given. label_smoothing: that of the loss.
     target_lr: the learning rate from the second task on, where it is another; at 0 BN's statistics alone move.
+    lr_by_share: multiply the learning rate of a target by (T+1)/2 where T tasks are known: its loss has the share
+    1/(T+1) of the objective, and each target is then learnt with steps as long as those of the first.
     early_stopping: keep the epoch that is best on the validation split of the current target.
     average: the epochs at the end whose weights are averaged, 0 for the last weights alone.
     method: one of `xkfac.METHODS`; or `joint`, which trains on all tasks at once, for each number of tasks in `at`; or
@@ -139,6 +141,7 @@ class Line:
     batch: int = 128
     lr: float = 0.1
     target_lr: float | None = None
+    lr_by_share: bool = False
     lr_every: int = 5
     lr_factor: float = 10.0
     lr_end: float | None = None
@@ -188,6 +191,8 @@ class Line:
     def learning_rate(self, task: int, epoch: int) -> float:
         """Return the learning rate of an epoch of a task, both counted from 0."""
         first = self.lr if task == 0 or self.target_lr is None else self.target_lr
+        if self.lr_by_share and task > 0:
+            first *= (task + 1) / 2
         if self.lr_end is not None:
             share = (1 + math.cos(math.pi * epoch / max(self.epochs - 1, 1))) / 2
             return self.lr_end + (first - self.lr_end) * share

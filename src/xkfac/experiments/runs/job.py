@@ -124,8 +124,10 @@ class JobRun:
                     self.state.before = self.sequence.accuracy(self.model, stage.task, "test")
             if not self.learn(stage, carried):
                 return False
+            torch.cuda.empty_cache()  # jobs beside this one need the room
         if not stage.anew:
             self.remember(stage)
+            torch.cuda.empty_cache()
         self._end_stage(stage, start)
         return True
 

@@ -47,7 +47,7 @@ def measure(router: Router, model: nn.Module, task: int, test: Iterable[Batch]) 
         taken += torch.bincount(found.tasks, minlength=len(taken)).cpu()
         count += len(y)
     shares = {"given": 100 * given / count, "inferred": 100 * inferred / count}
-    return {**shares, "taken": (100 * taken / count).tolist()}
+    return {**shares, "taken": [100 * images / count for images in taken.tolist()]}
 
 
 @torch.no_grad()
@@ -89,5 +89,5 @@ def _percent(flags: Tensor) -> float:
 
 
 def _shares(taken: Tensor, router: Router) -> list[float]:
-    counts = torch.bincount(taken, minlength=len(router.tasks))
-    return (100 * counts / max(len(taken), 1)).tolist()
+    counts = torch.bincount(taken, minlength=len(router.tasks)).tolist()
+    return [100 * count / max(len(taken), 1) for count in counts]  # float32 can round to above 100
