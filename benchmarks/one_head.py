@@ -4,8 +4,9 @@
 
 A network of three convolutions with BN, a pool and a linear layer learns ten classes, and then ten others with the same
 ten outputs. FOLDER holds MNIST's idx files (in `mnist`) and `tiny-imagenet-100.zip`. Pairs: `digits`, MNIST, then ten
-classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others. Curves over the strength of
-the penalty, for several curvatures and for these treatments of BN:
+classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others; on request `flowers`, ten
+classes of Flowers and then ten of Cars (`flowers102-128.zip`, `cars196-128.zip`). Curves over the strength of the
+penalty, for several curvatures and for these treatments of BN:
 
     shared    gamma and beta are learnt and re-centred, statistics follow the batches (as the paper has it)
     eval      the same, merged weights read with population statistics
@@ -16,7 +17,8 @@ the penalty, for several curvatures and for these treatments of BN:
 
 Accuracies on test images of the old and the new task, BN with stored statistics (`stored`) or with those of batches of
 32 test images of one task (`batch`); for `own` also with one of the two taken from the new task, and, with --routers,
-with the task of each test image inferred from early features or those of the source network. Steps: SGD, momentum
+with the task of each test image inferred from early features or those of the source network, and for what
+share of the images that is `right`. Steps: SGD, momentum
 0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`; with --implicit the optimizer
 goes to `begin`, as in README's ten lines, which allows for --lr at every strength. --rows CURVATURE/BN picks rows. For
 each source network `moments` has the loss on the new task before a step, and the mean square of what each BN gives
@@ -47,6 +49,7 @@ from torch.nn import functional as F
 
 import xkfac
 from xkfac.experiments.data.digits import load
+from xkfac.experiments.runs.task_inference import measure
 from xkfac.model.passes import norms_of, set_mode, untouched
 from xkfac.task_layers import task_layers_of
 
@@ -236,10 +239,13 @@ def inferred(net: nn.Sequential, source: nn.Sequential, train: Examples, target:
     return router
 
 
-@torch.no_grad()
-def accuracy_inferred(router: xkfac.Router, examples: Examples) -> float:
-    found = [router(x).outputs.argmax(1) == y for x, y in zip(*(one.split(250) for one in examples), strict=True)]
-    return 100 * torch.cat(found).double().mean().item()
+def inferences(router: xkfac.Router, by: str, old: Examples, new: Examples) -> dict[str, float]:
+    """Return accuracies with inferred tasks, and for what share of images the task is right."""
+    found = {}
+    for place, (name, examples) in enumerate((("old", old), ("new", new))):
+        answer = measure(router, router.model, place, zip(*(one.split(250) for one in examples), strict=True))
+        found |= {f"{name} inferred, {by}": answer["inferred"], f"{name} right, {by}": answer["taken"][place]}
+    return found
 
 
 def measured(net: nn.Sequential, source: nn.Sequential, old: Examples, new: Examples, bn: str) -> dict[str, float]:
@@ -280,6 +286,9 @@ class Case:
         if self.pair == "digits":
             train, old = digits(self.folder / "mnist", int(20000 * self.share), self.pixels)
             target, new = pictures(archive, range(10), self.pixels)
+        elif self.pair == "flowers":
+            trees = (self.folder / f"{name}-128.zip" for name in ("flowers102", "cars196"))
+            (train, old), (target, new) = (pictures(tree, range(10), self.pixels) for tree in trees)
         else:
             (train, old), (target, new) = (pictures(archive, range(at, at + 10), self.pixels) for at in (0, 10))
         target = shuffled(target, 7, int(len(target[1]) * self.share))
@@ -335,9 +344,7 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
         learner.close()
         found = measured(net, source, old, new, bn)
         for by in ("early", "source") if bn == "own" and case.routers else ():
-            router = inferred(net, source, kept, target, by)
-            found |= {f"old inferred, {by}": accuracy_inferred(router, old)}
-            found |= {f"new inferred, {by}": accuracy_inferred(router, new)}
+            found |= inferences(inferred(net, source, kept, target, by), by, old, new)
         runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found, place == len(case.strengths)))
         print(f"{case.pair} {curvature}/{bn} x{strength:g}, seed {case.seed}: {found}", flush=True)
     return runs
