@@ -112,19 +112,16 @@ def test_a_sum_has_the_exact_spectrum_of_each_term_and_the_largest_eigenvalue_of
         assert abs(value - top) <= distance <= 1e-3 * top
 
 
-def test_lanczos_in_single_precision_and_cut_short(monkeypatch):
+def test_lanczos_in_single_precision():
     left, thin = positive(1, 60), root(1, 3, 60, 5)
     block = Kronecker((Term(left, positive(1, 20, seed=1)), Term(thin, positive(1, 20, 2, seed=2), low_rank=True)))
     top = float(dense_eigenvalues(block)[0])
     rounded = Kronecker(tuple(Term(t.left.float(), t.right.float(), t.low_rank) for t in block.terms))
     assert spectra._DENSE < 60 * 20
     assert largest_eigenvalue(rounded)[0] == pytest.approx(top, rel=1e-5)
-    monkeypatch.setattr(spectra, "_STEPS", 2)
-    value, distance = largest_eigenvalue(rounded)
-    assert top - distance <= value < top * (1 - 1e-6)  # cut short, it says how far it may be
 
 
-def test_lanczos_ends_where_the_space_is_exhausted(monkeypatch):
+def test_lanczos_of_equal_eigenvalues_and_of_none(monkeypatch):
     monkeypatch.setattr(spectra, "_DENSE", 0)
     same = Term(torch.eye(3, dtype=WIDE)[None], torch.eye(2, dtype=WIDE)[None])
     assert largest_eigenvalue(Kronecker((same, same))) == pytest.approx((2, 0))
@@ -405,8 +402,6 @@ def test_units_are_shown_in_rows_and_their_progress_is_told(run):
     assert row["K-FAC"].startswith(f"{unit['entries']['kfac']['mean']:.3g}")
     assert facts(found)["mean absolute entry of all blocks"].startswith("K-FAC ")
     assert row["largest"] == f"{unit['largest']:.3g}"
-    unit["largest within"] = 0.1 * unit["largest"]
-    assert unit_table(found)[1][head.index("largest")] == f"≥ {unit['largest']:.3g}"
 
 
 def test_a_memory_without_curvature_has_no_units_and_no_complaint(tmp_path):

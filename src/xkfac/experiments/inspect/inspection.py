@@ -153,9 +153,7 @@ def unit_table(found: Mapping[str, Any]) -> list[list[str]]:
         rows.append(
             [
                 *(_number(unit[name]) for name in names),
-                # Lanczos' method comes from below; where it was cut short it has a bound, not the number.
-                ("≥ " if unit["largest within"] > 2e-3 * unit["largest"] else "") + _number(unit["largest"]),
-                _number(unit["effective rank"]),
+                *(_number(unit[name]) for name in ("largest", "effective rank")),
                 more + " + ".join(f"{each['ninety']}/{each['size']}" for each in shown),
                 more + " + ".join(each["sparkline"] for each in shown),
                 _number(unit["anchor norm"]),
