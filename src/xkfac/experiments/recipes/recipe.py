@@ -19,11 +19,12 @@ import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from xkfac.experiments.files import nearest
+from xkfac.errors import nearest
 from xkfac.experiments.recipes.toml_tables import RecipeError, write_key, write_value
 from xkfac.methods import METHODS, Method, get_method
+from xkfac.plain_values import Range
 
 DataSet = Literal["mnist", "digits"]
 Norm = Literal["bn", "brn", "none"]
@@ -39,6 +40,37 @@ _PENALISED_ONLY = (
     *_READING,
 )
 _PERCEPTRON_ONLY = ("norm", "widths", "at")
+_MANY = 10**9  # of what only has to be a number that anything can count up to
+
+
+def _whole(least: int, most: int = _MANY) -> Range:
+    return Range(f"at least {least} and at most {most:,}", lambda value: least <= value <= most)
+
+
+def _number(least: float, below: float = math.inf) -> Range:
+    bound = "" if below == math.inf else f" and below {below:g}"
+    return Range(f"a number of at least {least:g}{bound}", lambda value: least <= value < below)
+
+
+Count = Annotated[int, _whole(0)]
+Positive = Annotated[int, _whole(1)]
+Amount = Annotated[float, _number(0)]
+Share = Annotated[float, _number(0, 1)]
+Widths = Annotated[
+    tuple[int, ...],
+    Range(
+        "up to 100 numbers, each at least 1 and at most 65,536",
+        lambda values: len(values) <= 100 and all(1 <= value <= 65_536 for value in values),
+    ),
+]
+Scale = Annotated[
+    tuple[float, ...],
+    Range("two growing numbers above 0 and up to 1", lambda of: len(of) == 2 and 0 < of[0] <= of[1] <= 1),
+]
+Keep = Annotated[
+    Literal["average", "all"] | int,
+    Range("average, all or at least 1", lambda value: isinstance(value, str) or 1 <= value <= _MANY),
+]
 
 
 @dataclass(frozen=True)
@@ -52,8 +84,8 @@ class Data:
     """
 
     set: DataSet = "mnist"
-    validation: int = 5000
-    train: int = 0
+    validation: Count = 5000
+    train: Count = 0
     measure: Literal["test", "validation"] = "test"
 
 
@@ -68,9 +100,9 @@ class Task:
 
     tree: str
     resize: Resize = "squash"
-    scale: tuple[float, ...] = (0.08, 1.0)
+    scale: Scale = (0.08, 1.0)
     flip: bool = True
-    limit: int = 0
+    limit: Count = 0
 
 
 @dataclass(frozen=True)
@@ -89,8 +121,8 @@ class Images:
     model: str = "resnet50"
     stem: Literal["standard", "small"] = "standard"
     weights: str = "download"
-    pixels: int = 224
-    validation: float = 0.1
+    pixels: Annotated[int, _whole(1, 8192)] = 224
+    validation: Share = 0.1
     orders: tuple[tuple[str, ...], ...] = ()
     measure: Literal["test", "validation"] = "test"
 
@@ -129,39 +161,39 @@ class Line:
 
     label: str = ""
     note: str = ""
-    tasks: int = 10
+    tasks: Annotated[int, _whole(1, 10_000)] = 10
     norm: Norm = "bn"
-    widths: tuple[int, ...] = (128, 128)
-    epochs: int = 15
-    batch: int = 128
-    lr: float = 0.1
-    target_lr: float | None = None
-    lr_every: int = 5
-    lr_factor: float = 10.0
-    lr_end: float | None = None
-    momentum: float = 0.9
+    widths: Widths = (128, 128)
+    epochs: Annotated[int, _whole(1, 1_000_000)] = 15
+    batch: Annotated[int, _whole(2)] = 128
+    lr: Amount = 0.1
+    target_lr: Amount | None = None
+    lr_every: Positive = 5
+    lr_factor: Annotated[float, _number(1)] = 10.0
+    lr_end: Amount | None = None
+    momentum: Share = 0.9
     early_stopping: bool = True
-    average: int = 0
-    label_smoothing: float = 0.0
+    average: Count = 0
+    label_smoothing: Share = 0.0
     method: str = "xkfac"
     at: tuple[int, ...] = ()
     own: tuple[str, ...] = ()
     interpretation: str | None = None
     recentre: bool | None = None
     fixed_bn: bool = False
-    damping: float = 1e-4
-    strength: float = 1.0
+    damping: Amount = 1e-4
+    strength: Amount = 1.0
     calibrated: bool = False
     steady: bool = False
     implicit: bool = False
-    head_epochs: int = 0
-    bn_momentum: float | None = None
+    head_epochs: Count = 0
+    bn_momentum: Annotated[float, Range("above 0 and at most 1", lambda value: 0 < value <= 1)] | None = None
     balance: bool = False
-    balance_every: int = 10
+    balance_every: Positive = 10
     curvature: Mapping[str, Any] = field(default_factory=dict)
     consolidate: Literal["train", "validation"] = "train"
-    batches: int = 0
-    keep: Literal["average", "all"] | int = "average"
+    batches: Count = 0
+    keep: Keep = "average"
     grid: Mapping[str, Any] = field(default_factory=dict)
     sweep: Mapping[str, Any] = field(default_factory=dict)
 
@@ -250,9 +282,10 @@ class Recipe:
     title: str = ""
     description: str = ""
     data: Data = field(default_factory=Data)
-    repeats: int = 1
-    seed: int = 0
-    threads: int = 1
+    repeats: Annotated[int, _whole(1, 10_000)] = 1
+    seed: Annotated[int, _whole(0, 2**53)] = 0
+    # Far beyond this many the system starts no more threads, and whatever needs one first is blamed.
+    threads: Annotated[int, _whole(1, 1024)] = 1
     figures: Mapping[str, Figure] = field(default_factory=dict)
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     images: Images | None = None
