@@ -7,18 +7,21 @@ ten outputs. FOLDER holds MNIST's idx files (in `mnist`) and `tiny-imagenet-100.
 classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others. Curves over the strength of
 the penalty, for several curvatures and for these treatments of BN:
 
-    shared    gamma and beta are learnt and re-centred, statistics follow the batches (the library's default)
+    shared    gamma and beta are learnt and re-centred, statistics follow the batches (as the paper has it)
     eval      the same, merged weights read with population statistics
     affine    gamma and beta stand still and are not re-centred, statistics follow the batches
-    fixed     gamma, beta and statistics stand still
+    fixed     gamma, beta and statistics stand still (with hierarchical factors: the library's default)
     target    statistics are those of the new task from its start on and stand still, gamma and beta are learnt
     own       each task has gamma, beta and statistics of its own; the task of a test image is known
 
 Accuracies on test images of the old and the new task, BN with stored statistics (`stored`) or with those of batches of
-32 test images of one task (`batch`); for `own` also with one of the two taken from the new task, and with the task of
-each test image inferred by a `Router` from early features or those of the source network. Steps: SGD, momentum
-0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`; with --implicit steps are
-implicit in the penalty, which allows for --lr at every strength. Nothing is chosen here.
+32 test images of one task (`batch`); for `own` also with one of the two taken from the new task, and, with --routers,
+with the task of each test image inferred from early features or those of the source network. Steps: SGD, momentum
+0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`; with --implicit the optimizer
+goes to `begin`, as in README's ten lines, which allows for --lr at every strength. --rows CURVATURE/BN picks rows. For
+each source network `moments` has the loss on the new task before a step, and the mean square of what each BN gives
+without gamma and beta: 1 on the images that its statistics are of. Nothing is chosen here. Results are written after
+every curve.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 CURVATURES: dict[str, dict[str, Any]] = {
     "hierarchical": {"method": "xkfac", "grouping": "hierarchical"},
     "xkfac": {"method": "xkfac"},
+    "paper": {"method": "paper"},
     "kfac": {"method": "kfac"},
     "diagonal": {"method": "diagonal"},
 }
@@ -61,6 +65,7 @@ ROWS = [
     *(("xkfac", bn) for bn in ("shared", "affine", "own")),
     *(("kfac", bn) for bn in ("shared", "fixed", "target")),
     ("diagonal", "shared"),
+    ("paper", "shared"),
 ]
 
 
@@ -75,6 +80,8 @@ class Run:
     seed: int
     lr: float
     accuracies: dict[str, float] = field(default_factory=dict)
+    calibrated: bool = False
+    moments: dict[str, float] = field(default_factory=dict)
 
 
 def pictures(archive: Path, classes: range) -> tuple[Examples, Examples]:
@@ -136,12 +143,14 @@ def learn(
     seed: int,
     learner: xkfac.Learner | None,
     implicit: bool = False,
-) -> None:
+) -> float:
+    """Train; return the learning rate that was used."""
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr, momentum=0.9)
-    if implicit and learner is not None:  # what `begin` does with an optimizer
-        change = learner.implicit(lr, 0.9)
-        optimizer.register_step_pre_hook(lambda *_: change.step())
+    if learner is not None:
+        learner.begin(list(batches(examples, seed - 50)), optimizer if implicit else None)
+        if not implicit:
+            optimizer.param_groups[0]["lr"] = lr = min(lr, 0.5 * learner.stable_lr(0.9))
     steps = epochs * (len(examples[1]) // BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     net.train()
@@ -155,6 +164,7 @@ def learn(
                 learner.backward(loss)
             optimizer.step()
             schedule.step()
+    return lr
 
 
 @torch.no_grad()
@@ -168,6 +178,21 @@ def accuracy(net: nn.Module, examples: Examples, statistics: str) -> float:
             right += int((net(x).argmax(1) == y).sum())
             seen += len(y)
     return 100 * right / seen
+
+
+@torch.no_grad()
+def moments(source: nn.Sequential, new: Examples) -> dict[str, float]:
+    """Return the loss of the source network on a new task, and mean squares of its BN outputs before gamma and beta."""
+    found = {}
+    x, y = new[0][:1000], new[1][:1000]
+    with untouched(source):
+        source.eval()
+        for layer in source:
+            if isinstance(layer, nn.BatchNorm2d):
+                normal = F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
+                found[f"BN {len(found) + 1}"] = normal.square().mean().item()
+            x = layer(x)
+    return {**found, "loss": F.cross_entropy(x, y).item()}
 
 
 def consolidated(net: nn.Module, held_out: list[Examples], curvature: str, bn: str, seed: int) -> xkfac.Memory:
@@ -241,6 +266,10 @@ class Case:
     share: float
     lr: float = LR
     implicit: bool = False
+    strengths: tuple[float, ...] = STRENGTHS
+    calibrated: tuple[str, ...] = ()
+    test: int = 10000
+    routers: bool = False
 
     def data(self) -> tuple[Examples, Examples, Examples, Examples, Examples]:
         """Return training, held-out and test images of the old task, and training and test images of the new one."""
@@ -252,6 +281,7 @@ class Case:
             (train, old), (target, new) = pictures(archive, range(10)), pictures(archive, range(10, 20))
         target = shuffled(target, 7, int(len(target[1]) * self.share))
         train = shuffled(train, self.seed, len(train[1]))
+        old = old[0][: self.test], old[1][: self.test]
         held = len(train[1]) // 5
         parts = (train[0][held:], train[1][held:]), (train[0][:held], train[1][:held]), old, target, new
         return tuple((x.to(self.device), y.to(self.device)) for x, y in parts)  # type: ignore[return-value]
@@ -270,7 +300,7 @@ def start(case: Case) -> tuple[dict[str, Tensor], list[Run]]:
     source = network().to(case.device)
     learn(source, train, 2 * case.epochs, 0.1, case.seed, None)
     before = {f"old {how}": accuracy(source, old, how) for how in ("stored", "batch")}
-    runs = [Run(case.pair, "", "before", 0.0, case.seed, 0.1, before)]
+    runs = [Run(case.pair, "", "before", 0.0, case.seed, 0.1, before, moments=moments(source, new))]
     both = torch.cat([train[0], target[0]]), torch.cat([train[1], target[1]])
     for name, examples in (("fine-tuning", target), ("joint training", both)):
         net = copy.deepcopy(source)
@@ -280,40 +310,51 @@ def start(case: Case) -> tuple[dict[str, Tensor], list[Run]]:
 
 
 def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> list[Run]:
-    """Return the runs of one curvature and one treatment of BN over all strengths."""
+    """Return the runs of one curvature and one treatment of BN over all strengths, the calibrated one last."""
     torch.set_num_threads(1)
     _, kept, old, target, new = case.data()
     source = network().to(case.device)
     source.load_state_dict(weights)
-    memory = consolidated(source, list(batches(kept, case.seed))[:60], curvature, bn, case.seed)
+    held_out = list(batches(kept, case.seed))[:60]
+    memory = consolidated(source, held_out, curvature, bn, case.seed)
+    if f"{curvature}/{bn}" in case.calibrated:
+        memory = xkfac.calibrate(source, memory, held_out, seed=case.seed)
+    strengths = [*case.strengths, *([memory.calibration.scale] if memory.calibration is not None else [])]
     runs = []
-    for strength in STRENGTHS:
+    for place, strength in enumerate(strengths):
         net = copy.deepcopy(source)
         learner = xkfac.Learner(net, memory, strength=strength)
-        learner.begin(list(batches(target, case.seed)))
-        lr = case.lr if case.implicit else min(case.lr, 0.5 * learner.stable_lr(0.9))
-        learn(net, target, case.epochs, lr, case.seed + 50, learner, case.implicit)
+        try:
+            lr = learn(net, target, case.epochs, case.lr, case.seed + 50, learner, case.implicit)
+        except xkfac.NotFiniteError:
+            print(f"{case.pair} {curvature}/{bn} x{strength:g}, seed {case.seed}: diverged", flush=True)
+            continue
         learner.close()
         found = measured(net, source, old, new, bn)
-        for by in ("early", "source") if bn == "own" else ():
+        for by in ("early", "source") if bn == "own" and case.routers else ():
             router = inferred(net, source, kept, target, by)
             found |= {f"old inferred, {by}": accuracy_inferred(router, old)}
             found |= {f"new inferred, {by}": accuracy_inferred(router, new)}
-        runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found))
+        runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found, place == len(case.strengths)))
+        print(f"{case.pair} {curvature}/{bn} x{strength:g}, seed {case.seed}: {found}", flush=True)
     return runs
+
+
+def row_of(run: Run) -> tuple[str, str, str, str]:
+    return run.pair, run.curvature, run.bn, "calibrated" if run.calibrated else f"{run.strength:g}"
 
 
 def table(runs: list[Run]) -> str:
     keys = list(dict.fromkeys(key for run in runs for key in run.accuracies))
     lines = ["| pair | curvature | BN | strength | " + " | ".join(keys) + " |", "|---" * (4 + len(keys)) + "|"]
-    for place, same in itertools.groupby(runs, key=lambda run: (run.pair, run.curvature, run.bn, run.strength)):
+    for place, same in itertools.groupby(runs, key=row_of):
         group = list(same)
         cells = []
         for key in keys:
             values = [run.accuracies[key] for run in group if key in run.accuracies]
             spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
             cells.append(f"{statistics.fmean(values):.1f}{spread}" if values else "")
-        lines.append("| " + " | ".join([*map(str, place[:3]), f"{place[3]:g}", *cells]) + " |")
+        lines.append("| " + " | ".join([*place, *cells]) + " |")
     return "\n".join(lines)
 
 
@@ -328,27 +369,43 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=LR)
     parser.add_argument("--implicit", action="store_true", help="steps that are implicit in the penalty")
     parser.add_argument("--pairs", nargs="+", default=["digits", "photographs"])
-    parser.add_argument("--treatments", nargs="+", help="of BN, by default all")
+    parser.add_argument("--rows", nargs="+", help="CURVATURE/BN, by default all")
+    parser.add_argument("--strengths", nargs="+", type=float, default=STRENGTHS)
+    parser.add_argument("--calibrated", nargs="+", default=[], help="rows, for a run at the calibrated strength too")
+    parser.add_argument("--test", type=int, default=10000, help="at most so many digits to measure on")
+    parser.add_argument(
+        "--routers", action="store_true", help="infer the task of test images too, for task-specific BN"
+    )
     parser.add_argument("--output", type=Path, default=Path("results/one-head"))
     options = parser.parse_args()
     record = {**provenance(), "seeds": options.seeds, "epochs": options.epochs, "implicit": options.implicit}
-    rows = [row for row in ROWS if options.treatments is None or row[1] in options.treatments]
+    rows = [tuple(row.split("/")) for row in options.rows] if options.rows else ROWS
+    how = (options.epochs, options.share, options.lr, options.implicit, tuple(options.strengths))
+    more = (tuple(options.calibrated), options.test, options.routers)
     cases = [
-        Case(options.data, pair, options.device, seed, options.epochs, options.share, options.lr, options.implicit)
-        for pair in options.pairs
+        Case(options.data, pair, options.device, seed, *how, *more)
         for seed in range(options.seeds)
+        for pair in options.pairs
     ]
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        started = list(pool.map(start, cases))
-        jobs = [(case, weights, *row) for case, (weights, _) in zip(cases, started, strict=True) for row in rows]
-        curves = list(pool.map(curve, *zip(*jobs, strict=True)))
-    found = [run for runs in (*(plain for _, plain in started), *curves) for run in runs]
-    order = {pair: place for place, pair in enumerate(options.pairs)}
     places = {
         row: place for place, row in enumerate([("", "before"), ("", "fine-tuning"), ("", "joint training"), *ROWS])
     }
-    found.sort(key=lambda run: (order[run.pair], places[run.curvature, run.bn], run.strength, run.seed))
-    keep(options.output, record, [asdict(run) for run in found], table(found))
+    found: list[Run] = []
+
+    def add(runs: list[Run]) -> None:
+        found.extend(runs)
+        found.sort(key=lambda run: (run.pair, places[run.curvature, run.bn], run.calibrated, run.strength, run.seed))
+        keep(options.output, record, [asdict(run) for run in found], table(found), show=False)
+
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        started = []
+        for weights, runs in pool.map(start, cases):
+            started.append(weights)
+            add(runs)
+        jobs = [(case, weights, *row) for case, weights in zip(cases, started, strict=True) for row in rows]
+        for runs in pool.map(curve, *zip(*jobs, strict=True)):
+            add(runs)
+    print(table(found))
 
 
 if __name__ == "__main__":

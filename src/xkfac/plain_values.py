@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from types import NoneType, UnionType
 from typing import (
@@ -136,12 +136,11 @@ def _fields(record: Record, table: dict[str, Any], what: str) -> dict[str, Any]:
 
 @lru_cache
 def record_of(hint: Any) -> Record:
-    """Return the fields of a dataclass, those with a default free, or of a TypedDict."""
+    """Return the fields of a dataclass or TypedDict; those with a default, or not required, are free."""
     hints = get_type_hints(hint, include_extras=True)
-    free = {field.name for field in (fields(hint) if is_dataclass(hint) else ()) if _has_default(field)}
-    needed = {name: one for name, one in hints.items() if name not in free}
-    return Record(needed, {name: hints[name] for name in free})
-
-
-def _has_default(field: Field[Any]) -> bool:
-    return field.default is not MISSING or field.default_factory is not MISSING
+    if is_typeddict(hint):
+        needed = hint.__required_keys__
+    else:
+        needed = {field.name for field in fields(hint) if field.default is field.default_factory is MISSING}
+    free = {name: one for name, one in hints.items() if name not in needed}
+    return Record({name: one for name, one in hints.items() if name in needed}, free)

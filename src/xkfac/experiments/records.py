@@ -48,12 +48,25 @@ CHOSEN = Record(
 )
 
 
-class Inference(TypedDict):
-    """How a task is inferred."""
+class Inferred(TypedDict):
+    """How a task is inferred, and the percentages taken for each task: of its images, and of batches of them."""
 
+    inferred: Percent
+    taken: list[Percent]
+    together: list[Percent]
+
+
+class _Given(TypedDict):
     given: Percent
     inferred: Percent
     taken: list[Percent]
+
+
+class Inference(_Given, total=False):
+    """The same beside what is right with the task given, and by other features."""
+
+    together: list[Percent]
+    others: dict[str, Inferred]
 
 
 # events.jsonl; the free fields are those that earlier versions, and tuning, leave out.

@@ -310,6 +310,14 @@ def test_the_learning_rate_is_divided_every_so_many_epochs():
     assert line("lr_every = 1").learning_rate(0, 5000) == 0.0
 
 
+def test_by_share_every_target_is_learnt_with_steps_as_long_as_those_of_the_first():
+    made = line("lr = 0.1\ntarget_lr = 0.2\nlr_by_share = true")
+    shares = [1 / (task + 1) for task in range(1, 5)]  # lt for T known tasks
+    steps = [made.learning_rate(task, 0) * share for task, share in enumerate(shares, 1)]
+    assert steps == pytest.approx([0.2 / 2] * 4)
+    assert made.learning_rate(0, 0) == 0.1
+
+
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,8}", fullmatch=True)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 NUMBERS = st.floats(0, 1e30)

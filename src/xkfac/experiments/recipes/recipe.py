@@ -35,7 +35,7 @@ UNPROTECTED = (JOINT, SINGLE)
 
 _READING = ("interpretation", "recentre")
 _PENALISED_ONLY = (
-    *("damping", "strength", "calibrated", "steady", "implicit", "head_epochs", "bn_momentum"),
+    *("damping", "strength", "calibrated", "steady", "implicit", "lr_by_share", "head_epochs", "bn_momentum"),
     *("balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
     *_READING,
 )
@@ -116,6 +116,8 @@ class Images:
     orders: the targets in the orders they are learnt; repeat r takes order r modulo their number. Empty: as listed.
     Targets that no order names are left out.
     measure: the part that accuracies are measured on.
+    infer_tasks: measure `xkfac.Router` for every line and by all kinds of features, not only for lines whose tasks
+    have layers of their own and by features of the source network.
     """
 
     model: str = "resnet50"
@@ -125,6 +127,7 @@ class Images:
     validation: Share = 0.1
     orders: tuple[tuple[str, ...], ...] = ()
     measure: Literal["test", "validation"] = "test"
+    infer_tasks: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,8 @@ class Line:
     epochs, batch, lr, momentum: SGD; the learning rate is divided by `lr_factor` every `lr_every` epochs, or falls to
     `lr_end` along a half cosine where that is given. label_smoothing: that of the loss.
     target_lr: the learning rate from the second task on, where it is another; at 0 BN's statistics alone move.
+    lr_by_share: multiply the learning rate of a target by (T+1)/2 where T tasks are known: its loss has the share
+    1/(T+1) of the objective, and each target is then learnt with steps as long as those of the first.
     early_stopping: keep the epoch that is best on the validation split of the current target.
     average: the epochs at the end whose weights are averaged, 0 for the last weights alone.
     method: one of `xkfac.METHODS`; or `joint`, which trains on all tasks at once, for each number of tasks in `at`; or
@@ -168,6 +173,7 @@ class Line:
     batch: Annotated[int, _whole(2)] = 128
     lr: Amount = 0.1
     target_lr: Amount | None = None
+    lr_by_share: bool = False
     lr_every: Positive = 5
     lr_factor: Annotated[float, _number(1)] = 10.0
     lr_end: Amount | None = None
@@ -217,6 +223,8 @@ class Line:
     def learning_rate(self, task: int, epoch: int) -> float:
         """Return the learning rate of an epoch of a task, both counted from 0."""
         first = self.lr if task == 0 or self.target_lr is None else self.target_lr
+        if self.lr_by_share and task > 0:
+            first *= (task + 1) / 2
         if self.lr_end is not None:
             share = (1 + math.cos(math.pi * epoch / max(self.epochs - 1, 1))) / 2
             return self.lr_end + (first - self.lr_end) * share

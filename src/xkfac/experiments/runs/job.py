@@ -124,8 +124,10 @@ class JobRun:
                     self.state.before = self.sequence.accuracy(self.model, stage.task, "test")
             if not self.learn(stage, carried):
                 return False
+            torch.cuda.empty_cache()  # jobs beside this one need the room
         if not stage.anew:
             self.remember(stage)
+            torch.cuda.empty_cache()
         self._end_stage(stage, start)
         return True
 
@@ -308,6 +310,8 @@ class JobRun:
 
     def _end_stage(self, stage: Stage, start: float) -> None:
         """Measure what is known after a stage, and turn to the next."""
+        if not stage.anew:
+            self.sequence.meet(self.model, stage.task)
         last = stage.count == self.line.tasks and not stage.anew
         inference = self.sequence.inference(self.model) if last else []
         self.folder.note(

@@ -17,9 +17,9 @@ from xkfac.experiments.networks.backbones import ManyHeaded
 from xkfac.experiments.networks.perceptron import perceptron
 from xkfac.experiments.recipes.recipe import Line
 from xkfac.experiments.runs.job_folder import RunError
-from xkfac.experiments.runs.task_inference import measure, meet
+from xkfac.experiments.runs.task_inference import measure, measure_heads, meet
 from xkfac.experiments.runs.training import Batch, Examples, PermutedExamples, accuracy, permuted_examples
-from xkfac.routing.router import Router
+from xkfac.routing.router import By, Router
 from xkfac.task_layers import enter_task, give_task_layers, give_task_norms, using_task
 
 
@@ -44,6 +44,9 @@ class _Tasks:
         alone = copy.copy(self)
         alone.only = task
         return alone
+
+    def meet(self, model: nn.Module, task: int) -> None:
+        """Keep what a router by features of the network itself has to know of a task, once it is learnt."""
 
     def _check(self, tasks: Iterable[int], part: str = "") -> None:
         """Refuse all but the examples of the one task that may be used; whoever reads examples asks first."""
@@ -102,7 +105,7 @@ class PermutedTasks(_Tasks):
         """Return what a router that knows the tasks met so far, by features of the initial network, makes of a task."""
         self._router = self._router or Router(self.network())
         meet(self._router, self.tasks[: self._met], lambda place: self.fixed(place, "train").chunks())
-        return measure(self._router, model, task, self._batches(self.parts.test, task, 500), one_head=True)
+        return measure(self._router, model, task, self._batches(self.parts.test, task, 500))
 
     def _batches(self, part: Part, task: int, size: int = 10_000) -> Iterator[Batch]:
         """Yield the examples of a part under the permutation of a task."""
@@ -177,6 +180,7 @@ class ImageTasks(_Tasks):
     order: their names. source: the network as it knows the first task; jobs learn with copies of it.
     parts: by task, of those that are needed.
     own_bn: each task has BN layers of its own; own: and these layers of the trunk, by patterns.
+    infer_tasks: infer the task of test images also where heads alone are of a task, and by all kinds of features.
     """
 
     order: Sequence[str]
@@ -186,9 +190,11 @@ class ImageTasks(_Tasks):
     place: torch.device
     own_bn: bool = False
     own: tuple[str, ...] = ()
+    infer_tasks: bool = False
 
     def __post_init__(self) -> None:
         self.tasks, self.known, self.exclude = self.order, 1, ("heads.*",)
+        self._last: Router | None = None
 
     @property
     def device(self) -> torch.device:
@@ -227,14 +233,27 @@ class ImageTasks(_Tasks):
         with model.using(self.tasks[task]):
             return accuracy(model, self._examples(task, part).chunks())
 
+    def _train(self, task: int) -> Iterable[Batch]:
+        return self.fixed(task, "train").chunks()
+
+    def meet(self, model: nn.Module, task: int) -> None:
+        """Keep the statistics of a task under the network as it is now. They are in no checkpoint."""
+        if self.infer_tasks:
+            self._last = self._last or Router(model, "last", using=ManyHeaded.using)
+            self._last.add_task(self.tasks[task], self._train(task))
+
     def inference(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return how well tasks are inferred from features of the source network, where they have their own layers."""
         tests = [self._examples(task, "test") for task in range(len(self.tasks))]
-        if not (self.own_bn or self.own) or not all(map(len, tests)):
+        if not (self.own_bn or self.own or self.infer_tasks) or not all(map(len, tests)):
             return []
-        router = Router(self.network(), "source", using=ManyHeaded.using)
-        meet(router, self.tasks, lambda task: self.fixed(task, "train").chunks())
-        return [measure(router, model, task, test.chunks(), one_head=False) for task, test in enumerate(tests)]
+        kinds: tuple[By, ...] = ("source", "early") if self.infer_tasks else ("source",)
+        routers = {by: Router(self.network(), by, using=ManyHeaded.using) for by in kinds}
+        for router in routers.values():
+            meet(router, self.tasks, self._train)
+        if self._last and self._last.tasks == list(self.tasks):  # not so in a job that was interrupted
+            routers["last"] = self._last
+        return [measure_heads(routers, model, task, test.chunks()) for task, test in enumerate(tests)]
 
 
 TaskSequence = PermutedTasks | ImageTasks
