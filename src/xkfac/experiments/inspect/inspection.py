@@ -102,8 +102,7 @@ def _entries(block: Block, memory: Memory, batch: int | None, generator: torch.G
     if not isinstance(block, Kronecker):
         return {}
     sums = approximations(block, memory.method.settings, batch, averaged=_is_averaged(memory))
-    found = {name: getattr(sums, name) for name in NAMES}
-    return {name: mean_absolute(terms, generator) for name, terms in found.items() if terms is not None}
+    return {name: mean_absolute(terms, generator) for name, terms in sums.items()}
 
 
 def _is_averaged(memory: Memory) -> bool:
