@@ -109,6 +109,7 @@ def parse_json(content: bytes) -> Any:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file, replacing what is there only once all is on disk; raises OSError when that fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 

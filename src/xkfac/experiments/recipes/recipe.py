@@ -22,7 +22,18 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from xkfac.errors import nearest
-from xkfac.experiments.recipes.toml_tables import RecipeError, write_key, write_value
+from xkfac.experiments.recipes.toml_tables import (
+    MANY,
+    Amount,
+    Count,
+    Positive,
+    RecipeError,
+    Share,
+    number,
+    whole,
+    write_key,
+    write_value,
+)
 from xkfac.methods import METHODS, Method, get_method
 from xkfac.plain_values import Range
 
@@ -34,28 +45,13 @@ SINGLE = "single"
 UNPROTECTED = (JOINT, SINGLE)
 
 _READING = ("interpretation", "recentre")
+_OF_STATISTICS = ("fixed_bn", "interpretation", "bn_momentum")
 _PENALISED_ONLY = (
     *("damping", "strength", "calibrated", "steady", "implicit", "lr_by_share", "head_epochs", "bn_momentum"),
     *("balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
     *_READING,
 )
 _PERCEPTRON_ONLY = ("norm", "widths", "at")
-_MANY = 10**9  # of what only has to be a number that anything can count up to
-
-
-def _whole(least: int, most: int = _MANY) -> Range:
-    return Range(f"at least {least} and at most {most:,}", lambda value: least <= value <= most)
-
-
-def _number(least: float, below: float = math.inf) -> Range:
-    bound = "" if below == math.inf else f" and below {below:g}"
-    return Range(f"a number of at least {least:g}{bound}", lambda value: least <= value < below)
-
-
-Count = Annotated[int, _whole(0)]
-Positive = Annotated[int, _whole(1)]
-Amount = Annotated[float, _number(0)]
-Share = Annotated[float, _number(0, 1)]
 Widths = Annotated[
     tuple[int, ...],
     Range(
@@ -69,7 +65,7 @@ Scale = Annotated[
 ]
 Keep = Annotated[
     Literal["average", "all"] | int,
-    Range("average, all or at least 1", lambda value: isinstance(value, str) or 1 <= value <= _MANY),
+    Range("average, all or at least 1", lambda value: isinstance(value, str) or 1 <= value <= MANY),
 ]
 
 
@@ -123,7 +119,7 @@ class Images:
     model: str = "resnet50"
     stem: Literal["standard", "small"] = "standard"
     weights: str = "download"
-    pixels: Annotated[int, _whole(1, 8192)] = 224
+    pixels: Annotated[int, whole(1, 8192)] = 224
     validation: Share = 0.1
     orders: tuple[tuple[str, ...], ...] = ()
     measure: Literal["test", "validation"] = "test"
@@ -166,16 +162,16 @@ class Line:
 
     label: str = ""
     note: str = ""
-    tasks: Annotated[int, _whole(1, 10_000)] = 10
+    tasks: Annotated[int, whole(1, 10_000)] = 10
     norm: Norm = "bn"
     widths: Widths = (128, 128)
-    epochs: Annotated[int, _whole(1, 1_000_000)] = 15
-    batch: Annotated[int, _whole(2)] = 128
+    epochs: Annotated[int, whole(1, 1_000_000)] = 15
+    batch: Annotated[int, whole(2)] = 128
     lr: Amount = 0.1
     target_lr: Amount | None = None
     lr_by_share: bool = False
     lr_every: Positive = 5
-    lr_factor: Annotated[float, _number(1)] = 10.0
+    lr_factor: Annotated[float, number(1)] = 10.0
     lr_end: Amount | None = None
     momentum: Share = 0.9
     early_stopping: bool = True
@@ -290,10 +286,10 @@ class Recipe:
     title: str = ""
     description: str = ""
     data: Data = field(default_factory=Data)
-    repeats: Annotated[int, _whole(1, 10_000)] = 1
-    seed: Annotated[int, _whole(0, 2**53)] = 0
+    repeats: Annotated[int, whole(1, 10_000)] = 1
+    seed: Annotated[int, whole(0, 2**53)] = 0
     # Far beyond this many the system starts no more threads, and whatever needs one first is blamed.
-    threads: Annotated[int, _whole(1, 1024)] = 1
+    threads: Annotated[int, whole(1, 1024)] = 1
     figures: Mapping[str, Figure] = field(default_factory=dict)
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     images: Images | None = None
@@ -357,35 +353,24 @@ def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, s
     chosen = METHODS.get("fine-tuning" if method in UNPROTECTED else method)
     if chosen is None:  # which is said elsewhere
         return {}
-    useless = {} if method == JOINT else {"at": f"method '{method}', only on '{JOINT}'"}
-    if images:
-        useless |= dict.fromkeys(_PERCEPTRON_ONLY, "a network for images, which [images] names")
-    elif not line.get("own"):
-        useless["head_epochs"] = "tasks that share one head"
-    if not images and line.get("norm") == "none":
-        useless |= dict.fromkeys(("fixed_bn", *_READING), "a network without BN")
-    if line.get("lr_end") is not None:
-        useless |= dict.fromkeys(("lr_every", "lr_factor"), "a learning rate that falls to lr_end")
-    if not line.get("balance", False):
-        useless["balance_every"] = "a line whose losses are not balanced"
-    if chosen.per_parameter:
-        useless |= dict.fromkeys(_READING, f"method '{method}', which penalises every parameter by itself")
-    if line.get("fixed_bn") is True:
-        useless |= dict.fromkeys(_READING, "a line whose fixed_bn keeps BN as it is")
-    if chosen.fixed_bn:
-        useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which keeps BN as it is")
-    if chosen.fixed_affine:
-        useless |= dict.fromkeys(("fixed_bn", "recentre"), f"method '{method}', which keeps gamma and beta as they are")
-    if chosen.fixed_statistics:
-        keys = ("fixed_bn", "interpretation", "bn_momentum")
-        useless |= dict.fromkeys(keys, f"method '{method}', which keeps BN's statistics as they are")
-    if chosen.own_bn:
-        useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which leaves BN to each task")
-    if not chosen.penalised:
-        useless |= dict.fromkeys(_PENALISED_ONLY, f"method '{method}', which has no penalty")
-    if method in UNPROTECTED:
-        useless |= dict.fromkeys(("fixed_bn", "target_lr", "own"), f"method '{method}', which has no second task")
-    return useless
+    of = f"method '{method}', which"
+    rules: list[tuple[bool, tuple[str, ...], str]] = [
+        (method != JOINT, ("at",), f"method '{method}', only on '{JOINT}'"),
+        (images, _PERCEPTRON_ONLY, "a network for images, which [images] names"),
+        (not images and not line.get("own"), ("head_epochs",), "tasks that share one head"),
+        (not images and line.get("norm") == "none", ("fixed_bn", *_READING), "a network without BN"),
+        (line.get("lr_end") is not None, ("lr_every", "lr_factor"), "a learning rate that falls to lr_end"),
+        (not line.get("balance", False), ("balance_every",), "a line whose losses are not balanced"),
+        (chosen.per_parameter, _READING, f"{of} penalises every parameter by itself"),
+        (line.get("fixed_bn") is True, _READING, "a line whose fixed_bn keeps BN as it is"),
+        (chosen.fixed_bn, ("fixed_bn", *_READING), f"{of} keeps BN as it is"),
+        (chosen.fixed_affine, ("fixed_bn", "recentre"), f"{of} keeps gamma and beta as they are"),
+        (chosen.fixed_statistics, _OF_STATISTICS, f"{of} keeps BN's statistics as they are"),
+        (chosen.own_bn, ("fixed_bn", *_READING), f"{of} leaves BN to each task"),
+        (not chosen.penalised, _PENALISED_ONLY, f"{of} has no penalty"),
+        (method in UNPROTECTED, ("fixed_bn", "target_lr", "own"), f"{of} has no second task"),
+    ]
+    return {key: why for holds, keys, why in rules if holds for key in keys}
 
 
 def _toml_lines(recipe: Recipe) -> Iterator[str]:

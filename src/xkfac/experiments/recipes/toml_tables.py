@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from xkfac.errors import XkfacError, nearest, shortened
-from xkfac.plain_values import from_plain, record_of, shown
+from xkfac.plain_values import Range, from_plain, record_of, shown
 
+MANY = 10**9  # of what only has to be a number that anything can count up to
 _DEEPEST = 16  # tables and lists in one another; a recipe has four
+
+
+def whole(least: int, most: int = MANY) -> Range:
+    """Return the range of whole numbers, both ends included."""
+    return Range(f"at least {least} and at most {most:,}", lambda value: least <= value <= most)
+
+
+def number(least: float, below: float = math.inf) -> Range:
+    """Return the range of finite numbers from `least` on, those that are `below` another if it is given."""
+    bound = "" if below == math.inf else f" and below {below:g}"
+    return Range(f"a number of at least {least:g}{bound}", lambda value: least <= value < below)
+
+
+Count = Annotated[int, whole(0)]
+Positive = Annotated[int, whole(1)]
+Amount = Annotated[float, number(0)]
+Share = Annotated[float, number(0, 1)]
 
 
 class RecipeError(XkfacError):

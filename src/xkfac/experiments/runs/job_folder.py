@@ -188,7 +188,6 @@ def _check_state(path: Path, state: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a text file, replacing what is there only once all is on disk."""
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
 from xkfac.experiments.files import locked
 from xkfac.experiments.recipes.recipe import SINGLE
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
+from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, Carried, JobRun
 from xkfac.experiments.runs.job_folder import RunError, writing
 from xkfac.experiments.runs.run_data import ImageData, PartName, PermutedData, load_run_data
 from xkfac.experiments.runs.tasks import TaskSequence
@@ -172,9 +172,7 @@ class Tuner:
         trial.end(outcome, learning.model.state_dict() if finite else None)
         return outcome
 
-    def _job_run(
-        self, job: TunedJob, task: int, point: GridPoint, trial: TrialFolder
-    ) -> tuple[JobRun, dict[str, Tensor]]:
+    def _job_run(self, job: TunedJob, task: int, point: GridPoint, trial: TrialFolder) -> tuple[JobRun, Carried]:
         """Return a job that is about to learn a task with a setting, from the state that the chosen one before left."""
         line = point.of(job.line) if task else job.line
         learning = JobRun(
