@@ -4,10 +4,10 @@
     python benchmarks/default_cost.py --device cuda --nets resnet50-64px --pixels 224 --batch 32 --output FOLDER
 
 The networks are those of `peers`, with random weights and images. Plain steps and penalised ones, optimizer included,
-take turns in one process; so do passes of several lengths over one batch, which tell a batch from what a pass does once.
+take turns in one process; so do passes of one batch and of several, which tell a batch from what a pass does once.
 Medians over the turns, as ratios to a plain step, or to a plain forward and backward pass. Peak memory is what a plain
-step, a curvature pass of two batches, and steps with a learner need beyond network and batch, momentum included; each in
-a process of its own. --pixels and --batch replace those of the ResNets.
+step, a curvature pass of two batches, and steps with a learner need beyond network and batch, momentum included, each
+in a process of its own. --pixels and --batch replace those of the ResNets.
 """
 
 from __future__ import annotations

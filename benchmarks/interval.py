@@ -4,10 +4,10 @@
     python benchmarks/interval.py --data FOLDER --implicit --lr 0.05 0.1 0.2 --output results/interval-implicit
 
 A perceptron 784-128-128-10 with BN learns three tasks of 10,000 images, 3 epochs each, SGD 0.03 with momentum 0.9,
-batch 128, XK-FAC on held-out images. Two rows of a strength and learning rate differ in `penalty_every` alone. Times are
-those of the processor in the training loops of the second and third task, over those of the same loop without a learner
-in the same process. Seeds 0 to 2. --implicit: with the library's default method, and steps that are implicit in the
-penalty. --lr: learning rates, each by itself.
+batch 128, XK-FAC on held-out images. Two rows of a strength and learning rate differ in `penalty_every` alone. Times
+are those of the processor in the training loops of the second and third task, over those of the same loop without a
+learner in the same process. Seeds 0 to 2. --implicit: with the library's default method, and steps that are implicit in
+the penalty. --lr: learning rates, each by itself.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 # Passes of one batch and of so many more take so many turns.
 MORE = {"mlp": 16, "resnet18-32px": 2, "resnet18-64px": 2, "resnet50-64px": 2}
-TURNS = {"mlp": 24, "resnet18-32px": 3, "resnet18-64px": 3, "resnet50-64px": 3}
+TURNS = {"mlp": 16, "resnet18-32px": 2, "resnet18-64px": 2, "resnet50-64px": 2}
 LARGE = ("resnet18-64px", "resnet50-64px")
 WEIGHT_NOISE = 1e-4
 
