@@ -93,12 +93,13 @@ def provenance() -> dict[str, str]:
     return {**of_process(device, torch.get_num_threads()), "command": shlex.join(["python", *sys.argv])}
 
 
-def keep(output: Path, record: dict[str, Any], results: Any, table: str) -> None:
+def keep(output: Path, record: dict[str, Any], results: Any, table: str, *, show: bool = True) -> None:
     """Write the numbers with their provenance, and the table, to a folder, and show the table."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "results.json").write_text(json.dumps({**record, "results": results}, indent=1))
     (output / "table.md").write_text(table + "\n")
-    print(table)
+    if show:
+        print(table)
 
 
 def operations_of(run: Callable[[], object]) -> float:

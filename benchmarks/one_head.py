@@ -4,21 +4,26 @@
 
 A network of three convolutions with BN, a pool and a linear layer learns ten classes, and then ten others with the same
 ten outputs. FOLDER holds MNIST's idx files (in `mnist`) and `tiny-imagenet-100.zip`. Pairs: `digits`, MNIST, then ten
-classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others. Curves over the strength of
-the penalty, for several curvatures and for these treatments of BN:
+classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others; on request `flowers`, ten
+classes of Flowers and then ten of Cars (`flowers102-128.zip`, `cars196-128.zip`). Curves over the strength of the
+penalty, for several curvatures and for these treatments of BN:
 
-    shared    gamma and beta are learnt and re-centred, statistics follow the batches (the library's default)
+    shared    gamma and beta are learnt and re-centred, statistics follow the batches (as the paper has it)
     eval      the same, merged weights read with population statistics
     affine    gamma and beta stand still and are not re-centred, statistics follow the batches
-    fixed     gamma, beta and statistics stand still
+    fixed     gamma, beta and statistics stand still (with hierarchical factors: the library's default)
     target    statistics are those of the new task from its start on and stand still, gamma and beta are learnt
     own       each task has gamma, beta and statistics of its own; the task of a test image is known
 
 Accuracies on test images of the old and the new task, BN with stored statistics (`stored`) or with those of batches of
-32 test images of one task (`batch`); for `own` also with one of the two taken from the new task, and with the task of
-each test image inferred by a `Router` from early features or those of the source network. Steps: SGD, momentum
-0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`; with --implicit steps are
-implicit in the penalty, which allows for --lr at every strength. Nothing is chosen here.
+32 test images of one task (`batch`); for `own` also with one of the two taken from the new task, and, with --routers,
+with the task of each test image inferred from early features or those of the source network, and for what
+share of the images that is `right`. Steps: SGD, momentum
+0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`; with --implicit the optimizer
+goes to `begin`, as in README's ten lines, which allows for --lr at every strength. --rows CURVATURE/BN picks rows. For
+each source network `moments` has the loss on the new task before a step, and the mean square of what each BN gives
+without gamma and beta: 1 on the images that its statistics are of. Nothing is chosen here. Results are written after
+every curve.
 """
 
 from __future__ import annotations
@@ -44,15 +49,17 @@ from torch.nn import functional as F
 
 import xkfac
 from xkfac.experiments.data.digits import load
+from xkfac.experiments.runs.task_inference import measure
 from xkfac.model.passes import norms_of, set_mode, untouched
 from xkfac.task_layers import task_layers_of
 
 Examples = tuple[Tensor, Tensor]
-PIXELS, BATCH, LR, DRAWS = 32, 64, 0.05, 8
+BATCH, LR, DRAWS = 64, 0.05, 8
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 CURVATURES: dict[str, dict[str, Any]] = {
     "hierarchical": {"method": "xkfac", "grouping": "hierarchical"},
     "xkfac": {"method": "xkfac"},
+    "paper": {"method": "paper"},
     "kfac": {"method": "kfac"},
     "diagonal": {"method": "diagonal"},
 }
@@ -61,6 +68,7 @@ ROWS = [
     *(("xkfac", bn) for bn in ("shared", "affine", "own")),
     *(("kfac", bn) for bn in ("shared", "fixed", "target")),
     ("diagonal", "shared"),
+    ("paper", "shared"),
 ]
 
 
@@ -75,10 +83,12 @@ class Run:
     seed: int
     lr: float
     accuracies: dict[str, float] = field(default_factory=dict)
+    calibrated: bool = False
+    moments: dict[str, float] = field(default_factory=dict)
 
 
-def pictures(archive: Path, classes: range) -> tuple[Examples, Examples]:
-    """Return training and test images [N, 3, 32, 32] of some classes of a zip of `part/CLASS/NAME`, in their order."""
+def pictures(archive: Path, classes: range, pixels: int) -> tuple[Examples, Examples]:
+    """Return training and test images [N, 3, pixels, pixels] of some classes of a zip of `part/CLASS/NAME`."""
     found: dict[str, list[tuple[Tensor, int]]] = {"train": [], "test": []}
     with zipfile.ZipFile(archive) as file:
         names = sorted(name for name in file.namelist() if not name.endswith("/"))
@@ -89,7 +99,7 @@ def pictures(archive: Path, classes: range) -> tuple[Examples, Examples]:
             if label is None or part not in found:
                 continue
             with file.open(name) as raw:
-                image = Image.open(raw).convert("RGB").resize((PIXELS, PIXELS), Image.Resampling.BILINEAR)
+                image = Image.open(raw).convert("RGB").resize((pixels, pixels), Image.Resampling.BILINEAR)
             found[part].append((torch.from_numpy(numpy.array(image)).permute(2, 0, 1), label))
     made = []
     for part in ("train", "test"):
@@ -98,11 +108,13 @@ def pictures(archive: Path, classes: range) -> tuple[Examples, Examples]:
     return made[0], made[1]
 
 
-def digits(folder: Path, count: int) -> tuple[Examples, Examples]:
+def digits(folder: Path, count: int, pixels: int) -> tuple[Examples, Examples]:
     parts = load("mnist", folder, validation=0)
     made = []
     for part in (parts.train, parts.test):
         x = F.pad(part.x[:count].view(-1, 1, 28, 28), (2, 2, 2, 2)).expand(-1, 3, -1, -1)
+        if pixels != 32:
+            x = F.interpolate(x, size=pixels, mode="bilinear", antialias=True)
         made.append(((x - 0.1) / 0.3, part.y[:count]))
     return made[0], made[1]
 
@@ -136,12 +148,14 @@ def learn(
     seed: int,
     learner: xkfac.Learner | None,
     implicit: bool = False,
-) -> None:
+) -> float:
+    """Train; return the learning rate that was used."""
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr, momentum=0.9)
-    if implicit and learner is not None:  # what `begin` does with an optimizer
-        change = learner.implicit(lr, 0.9)
-        optimizer.register_step_pre_hook(lambda *_: change.step())
+    if learner is not None:
+        learner.begin(list(batches(examples, seed - 50)), optimizer if implicit else None)
+        if not implicit:
+            optimizer.param_groups[0]["lr"] = lr = min(lr, 0.5 * learner.stable_lr(0.9))
     steps = epochs * (len(examples[1]) // BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     net.train()
@@ -155,6 +169,7 @@ def learn(
                 learner.backward(loss)
             optimizer.step()
             schedule.step()
+    return lr
 
 
 @torch.no_grad()
@@ -168,6 +183,21 @@ def accuracy(net: nn.Module, examples: Examples, statistics: str) -> float:
             right += int((net(x).argmax(1) == y).sum())
             seen += len(y)
     return 100 * right / seen
+
+
+@torch.no_grad()
+def moments(source: nn.Sequential, new: Examples) -> dict[str, float]:
+    """Return the loss of the source network on a new task, and mean squares of its BN outputs before gamma and beta."""
+    found = {}
+    x, y = new[0][:1000], new[1][:1000]
+    with untouched(source):
+        source.eval()
+        for layer in source:
+            if isinstance(layer, nn.BatchNorm2d):
+                normal = F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
+                found[f"BN {len(found) + 1}"] = normal.square().mean().item()
+            x = layer(x)
+    return {**found, "loss": F.cross_entropy(x, y).item()}
 
 
 def consolidated(net: nn.Module, held_out: list[Examples], curvature: str, bn: str, seed: int) -> xkfac.Memory:
@@ -209,10 +239,13 @@ def inferred(net: nn.Sequential, source: nn.Sequential, train: Examples, target:
     return router
 
 
-@torch.no_grad()
-def accuracy_inferred(router: xkfac.Router, examples: Examples) -> float:
-    found = [router(x).outputs.argmax(1) == y for x, y in zip(*(one.split(250) for one in examples), strict=True)]
-    return 100 * torch.cat(found).double().mean().item()
+def inferences(router: xkfac.Router, by: str, old: Examples, new: Examples) -> dict[str, float]:
+    """Return accuracies with inferred tasks, and for what share of images the task is right."""
+    found = {}
+    for place, (name, examples) in enumerate((("old", old), ("new", new))):
+        answer = measure(router, router.model, place, zip(*(one.split(250) for one in examples), strict=True))
+        found |= {f"{name} inferred, {by}": answer["inferred"], f"{name} right, {by}": answer["taken"][place]}
+    return found
 
 
 def measured(net: nn.Sequential, source: nn.Sequential, old: Examples, new: Examples, bn: str) -> dict[str, float]:
@@ -241,17 +274,26 @@ class Case:
     share: float
     lr: float = LR
     implicit: bool = False
+    strengths: tuple[float, ...] = STRENGTHS
+    calibrated: tuple[str, ...] = ()
+    test: int = 10000
+    routers: bool = False
+    pixels: int = 32
 
     def data(self) -> tuple[Examples, Examples, Examples, Examples, Examples]:
         """Return training, held-out and test images of the old task, and training and test images of the new one."""
         archive = self.folder / "tiny-imagenet-100.zip"
         if self.pair == "digits":
-            train, old = digits(self.folder / "mnist", int(20000 * self.share))
-            target, new = pictures(archive, range(10))
+            train, old = digits(self.folder / "mnist", int(20000 * self.share), self.pixels)
+            target, new = pictures(archive, range(10), self.pixels)
+        elif self.pair == "flowers":
+            trees = (self.folder / f"{name}-128.zip" for name in ("flowers102", "cars196"))
+            (train, old), (target, new) = (pictures(tree, range(10), self.pixels) for tree in trees)
         else:
-            (train, old), (target, new) = pictures(archive, range(10)), pictures(archive, range(10, 20))
+            (train, old), (target, new) = (pictures(archive, range(at, at + 10), self.pixels) for at in (0, 10))
         target = shuffled(target, 7, int(len(target[1]) * self.share))
         train = shuffled(train, self.seed, len(train[1]))
+        old = old[0][: self.test], old[1][: self.test]
         held = len(train[1]) // 5
         parts = (train[0][held:], train[1][held:]), (train[0][:held], train[1][:held]), old, target, new
         return tuple((x.to(self.device), y.to(self.device)) for x, y in parts)  # type: ignore[return-value]
@@ -270,7 +312,7 @@ def start(case: Case) -> tuple[dict[str, Tensor], list[Run]]:
     source = network().to(case.device)
     learn(source, train, 2 * case.epochs, 0.1, case.seed, None)
     before = {f"old {how}": accuracy(source, old, how) for how in ("stored", "batch")}
-    runs = [Run(case.pair, "", "before", 0.0, case.seed, 0.1, before)]
+    runs = [Run(case.pair, "", "before", 0.0, case.seed, 0.1, before, moments=moments(source, new))]
     both = torch.cat([train[0], target[0]]), torch.cat([train[1], target[1]])
     for name, examples in (("fine-tuning", target), ("joint training", both)):
         net = copy.deepcopy(source)
@@ -280,40 +322,49 @@ def start(case: Case) -> tuple[dict[str, Tensor], list[Run]]:
 
 
 def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> list[Run]:
-    """Return the runs of one curvature and one treatment of BN over all strengths."""
+    """Return the runs of one curvature and one treatment of BN over all strengths, the calibrated one last."""
     torch.set_num_threads(1)
     _, kept, old, target, new = case.data()
     source = network().to(case.device)
     source.load_state_dict(weights)
-    memory = consolidated(source, list(batches(kept, case.seed))[:60], curvature, bn, case.seed)
+    held_out = list(batches(kept, case.seed))[:60]
+    memory = consolidated(source, held_out, curvature, bn, case.seed)
+    if f"{curvature}/{bn}" in case.calibrated:
+        memory = xkfac.calibrate(source, memory, held_out, seed=case.seed)
+    strengths = [*case.strengths, *([memory.calibration.scale] if memory.calibration is not None else [])]
     runs = []
-    for strength in STRENGTHS:
+    for place, strength in enumerate(strengths):
         net = copy.deepcopy(source)
         learner = xkfac.Learner(net, memory, strength=strength)
-        learner.begin(list(batches(target, case.seed)))
-        lr = case.lr if case.implicit else min(case.lr, 0.5 * learner.stable_lr(0.9))
-        learn(net, target, case.epochs, lr, case.seed + 50, learner, case.implicit)
+        try:
+            lr = learn(net, target, case.epochs, case.lr, case.seed + 50, learner, case.implicit)
+        except xkfac.NotFiniteError:
+            print(f"{case.pair} {curvature}/{bn} x{strength:g}, seed {case.seed}: diverged", flush=True)
+            continue
         learner.close()
         found = measured(net, source, old, new, bn)
-        for by in ("early", "source") if bn == "own" else ():
-            router = inferred(net, source, kept, target, by)
-            found |= {f"old inferred, {by}": accuracy_inferred(router, old)}
-            found |= {f"new inferred, {by}": accuracy_inferred(router, new)}
-        runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found))
+        for by in ("early", "source") if bn == "own" and case.routers else ():
+            found |= inferences(inferred(net, source, kept, target, by), by, old, new)
+        runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found, place == len(case.strengths)))
+        print(f"{case.pair} {curvature}/{bn} x{strength:g}, seed {case.seed}: {found}", flush=True)
     return runs
+
+
+def row_of(run: Run) -> tuple[str, str, str, str]:
+    return run.pair, run.curvature, run.bn, "calibrated" if run.calibrated else f"{run.strength:g}"
 
 
 def table(runs: list[Run]) -> str:
     keys = list(dict.fromkeys(key for run in runs for key in run.accuracies))
     lines = ["| pair | curvature | BN | strength | " + " | ".join(keys) + " |", "|---" * (4 + len(keys)) + "|"]
-    for place, same in itertools.groupby(runs, key=lambda run: (run.pair, run.curvature, run.bn, run.strength)):
+    for place, same in itertools.groupby(runs, key=row_of):
         group = list(same)
         cells = []
         for key in keys:
             values = [run.accuracies[key] for run in group if key in run.accuracies]
             spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
             cells.append(f"{statistics.fmean(values):.1f}{spread}" if values else "")
-        lines.append("| " + " | ".join([*map(str, place[:3]), f"{place[3]:g}", *cells]) + " |")
+        lines.append("| " + " | ".join([*place, *cells]) + " |")
     return "\n".join(lines)
 
 
@@ -322,33 +373,51 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--share", type=float, default=1.0, help="the share of the training images that is used")
     parser.add_argument("--lr", type=float, default=LR)
     parser.add_argument("--implicit", action="store_true", help="steps that are implicit in the penalty")
     parser.add_argument("--pairs", nargs="+", default=["digits", "photographs"])
-    parser.add_argument("--treatments", nargs="+", help="of BN, by default all")
+    parser.add_argument("--rows", nargs="+", help="CURVATURE/BN, by default all")
+    parser.add_argument("--strengths", nargs="+", type=float, default=STRENGTHS)
+    parser.add_argument("--calibrated", nargs="+", default=[], help="rows, for a run at the calibrated strength too")
+    parser.add_argument("--pixels", type=int, default=32, help="the side of an image")
+    parser.add_argument("--test", type=int, default=10000, help="at most so many digits to measure on")
+    parser.add_argument(
+        "--routers", action="store_true", help="infer the task of test images too, for task-specific BN"
+    )
     parser.add_argument("--output", type=Path, default=Path("results/one-head"))
     options = parser.parse_args()
     record = {**provenance(), "seeds": options.seeds, "epochs": options.epochs, "implicit": options.implicit}
-    rows = [row for row in ROWS if options.treatments is None or row[1] in options.treatments]
+    rows = [tuple(row.split("/")) for row in options.rows] if options.rows else ROWS
+    how = (options.epochs, options.share, options.lr, options.implicit, tuple(options.strengths))
+    more = (tuple(options.calibrated), options.test, options.routers, options.pixels)
     cases = [
-        Case(options.data, pair, options.device, seed, options.epochs, options.share, options.lr, options.implicit)
+        Case(options.data, pair, options.device, seed, *how, *more)
+        for seed in range(options.first, options.first + options.seeds)
         for pair in options.pairs
-        for seed in range(options.seeds)
     ]
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        started = list(pool.map(start, cases))
-        jobs = [(case, weights, *row) for case, (weights, _) in zip(cases, started, strict=True) for row in rows]
-        curves = list(pool.map(curve, *zip(*jobs, strict=True)))
-    found = [run for runs in (*(plain for _, plain in started), *curves) for run in runs]
-    order = {pair: place for place, pair in enumerate(options.pairs)}
     places = {
         row: place for place, row in enumerate([("", "before"), ("", "fine-tuning"), ("", "joint training"), *ROWS])
     }
-    found.sort(key=lambda run: (order[run.pair], places[run.curvature, run.bn], run.strength, run.seed))
-    keep(options.output, record, [asdict(run) for run in found], table(found))
+    found: list[Run] = []
+
+    def add(runs: list[Run]) -> None:
+        found.extend(runs)
+        found.sort(key=lambda run: (run.pair, places[run.curvature, run.bn], run.calibrated, run.strength, run.seed))
+        keep(options.output, record, [asdict(run) for run in found], table(found), show=False)
+
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        started = []
+        for weights, runs in pool.map(start, cases):
+            started.append(weights)
+            add(runs)
+        jobs = [(case, weights, *row) for case, weights in zip(cases, started, strict=True) for row in rows]
+        for runs in pool.map(curve, *zip(*jobs, strict=True)):
+            add(runs)
+    print(table(found))
 
 
 if __name__ == "__main__":

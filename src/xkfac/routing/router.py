@@ -156,6 +156,10 @@ class Router(nn.Module):
         densities = self._densities()
         return densities.log_density(self._features(x, self.tasks[0])[0] / self.unit)
 
+    def log_posterior(self, scores: Tensor) -> Tensor:
+        """Return the log probabilities [N, T] of tasks up to a constant, of scores [N, T] or sums over one task's."""
+        return scores / self.temperatures.max() + self.classes.log()
+
     # Which tasks a batch is of is not known before it runs.
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, x: Tensor, task: str | None = None, *, together: bool = False, unknown: float = 0.0) -> Routed:
@@ -174,7 +178,7 @@ class Router(nn.Module):
         scores = densities.log_density(features / self.unit)
         if together:
             scores = scores.sum(0, keepdim=True).expand_as(scores)
-        logits = scores / self.temperatures.max() + self.classes.log()
+        logits = self.log_posterior(scores)
         likeliest = tasks = logits.argmax(1)
         if unknown > 0:
             best = scores.gather(1, likeliest[:, None])[:, 0] / (len(x) if together else 1)

@@ -159,14 +159,14 @@ def test_a_line_that_cannot_be_run_as_written_is_refused_in_one_sentence(text, p
         (f"{ONE}[figures.{'f' * 300}]", ["the figure name 'fff", "has 300 characters", "must have at most 100"]),
         (f"[lines.{'l' * 101}]", ["the line name 'lll", "has 101 characters"]),
         (f'name = "{"n" * 101}"\n{ONE}', ["the recipe name 'nnn", "has 101 characters"]),
-        (f"{ONE}[data]\ntrain = {10**12}", ["data.train must be at least 0 and at most 1,000,000,000"]),
+        (f"{ONE}[data]\ntrain = {10**12}", ["data: train must be at least 0 and at most 1,000,000,000"]),
         (f'{ONE}[data]\nset = "minst"', ["data: set is 'minst'", "did you mean 'mnist'?"]),
         (f"{ONE}[data]\nsets = 1", ["data", "'sets'", "did you mean 'set'?"]),
         (
             f'{ONE}early_stopping = false\n[data]\nmeasure = "validation"\nvalidation = 0',
             ["data.measure is 'validation'"],
         ),
-        (f"{ONE}[data]\ntrain = -1", ["data.train must be at least 0"]),
+        (f"{ONE}[data]\ntrain = -1", ["data: train must be at least 0"]),
         (
             f"{ONE}[data]\nvalidation = 0",
             ["lines.one: early_stopping needs a validation split", "data.validation is 0"],
@@ -308,6 +308,14 @@ def test_the_learning_rate_is_divided_every_so_many_epochs():
     other = line("lr = 0.8\ntarget_lr = 0\nlr_every = 1\nlr_factor = 2")
     assert [other.learning_rate(task, 1) for task in range(3)] == [0.4, 0, 0]
     assert line("lr_every = 1").learning_rate(0, 5000) == 0.0
+
+
+def test_by_share_every_target_is_learnt_with_steps_as_long_as_those_of_the_first():
+    made = line("lr = 0.1\ntarget_lr = 0.2\nlr_by_share = true")
+    shares = [1 / (task + 1) for task in range(1, 5)]  # lt for T known tasks
+    steps = [made.learning_rate(task, 0) * share for task, share in enumerate(shares, 1)]
+    assert steps == pytest.approx([0.2 / 2] * 4)
+    assert made.learning_rate(0, 0) == 0.1
 
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,8}", fullmatch=True)

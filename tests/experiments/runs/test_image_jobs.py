@@ -13,12 +13,15 @@ from safetensors.torch import load_file
 from tests.helpers import made_up_images as small
 from tests.helpers.small_runs import assert_same, told, weights
 from xkfac.experiments.data.images import load_pictures
+from xkfac.experiments.networks.backbones import ManyHeaded
+from xkfac.experiments.runs import task_inference
 from xkfac.experiments.runs.job import JobRun
 from xkfac.experiments.runs.job_folder import RunError
 from xkfac.experiments.runs.running import _in_turn
 from xkfac.experiments.runs.tasks import ImageTasks
 from xkfac.experiments.runs.training import Stepper
 from xkfac.experiments.runs.worker import run_job
+from xkfac.routing.router import Router
 
 LINES = small.recipe().lines
 _SERVER = multiprocessing.get_context("forkserver")
@@ -393,3 +396,37 @@ def test_of_a_source_that_is_not_held_out_from_no_validation_part_is_read(data):
     parts = small.materials(small.recipe("images.measure=validation").only(["xkfac"]), data).parts["old"]
     assert torch.equal(parts.test.x, parts.validation.x)
     assert len(parts.test) == 10
+
+
+# Inferred tasks
+
+
+def test_the_tasks_of_test_images_are_inferred_for_shared_bn_and_by_all_kinds_of_features(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(task_inference, "TOGETHER", 4)
+    made = small.recipe(
+        "images.infer_tasks=true", "defaults.epochs=1", "lines.calibrated.head_epochs=0", "lines.own-bn.head_epochs=0"
+    )
+    run = small.finish(small.make_run(tmp_path / "run", data, made), "fixed-bn")
+    job = run.job("fixed-bn", small.SEED)
+    sequence = small.materials(made, data).sequence(made.lines["fixed-bn"], small.SEED)
+    model = sequence.network()
+    model.load_state_dict({name.removeprefix("model/"): tensor for name, tensor in weights(job).items()})
+    result = job.result()
+    assert [one["given"] for one in result.inference] == result.accuracy[-1]
+    for by in ("source", "early"):
+        router = Router(sequence.network(), by, using=ManyHeaded.using)
+        for task, name in enumerate(sequence.tasks):
+            router.add_task(name, sequence.fixed(task, "train").chunks())
+        router.model = model.eval()
+        for task, one in enumerate(result.inference):
+            found = one if by == "source" else one["others"][by]
+            ((x, y),) = sequence._examples(task, "test").chunks()
+            answer = router(x)
+            right = (answer.outputs.argmax(1) == y) & (answer.tasks == task)
+            assert found["inferred"] == pytest.approx(100 * right.float().mean().item())
+            assert found["taken"] == pytest.approx((100 * answer.tasks.bincount(minlength=3) / len(y)).tolist())
+            order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+            batches = [router(x[part], together=True).tasks[0].item() for part in order.split(4) if len(part) == 4]
+            assert found["together"] == [100 * batches.count(place) / len(batches) for place in range(3)]
+    assert all(one["others"].keys() == {"early", "last"} for one in result.inference)
+    assert sum(result.inference[0]["others"]["last"]["taken"]) == pytest.approx(100)

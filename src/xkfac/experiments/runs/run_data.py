@@ -153,7 +153,14 @@ class ImageData:
         }
         own_bn = line.resolved_method().own_bn
         return ImageTasks(
-            self.recipe.order(seed), self.source(seed), self.parts, augmentations, self.place, own_bn, line.own
+            self.recipe.order(seed),
+            self.source(seed),
+            self.parts,
+            augmentations,
+            self.place,
+            own_bn,
+            line.own,
+            self.images.infer_tasks,
         )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xkfac.experiments.runs.training import Batch
-from xkfac.routing.router import Router
+from xkfac.routing.router import By, Router
 
 Loader = Callable[[int], Iterable[Batch]]
 IMAGES = 10_000  # of a task's training images, at most, that its statistics are of
+TOGETHER = 32  # images in a batch of one task
 
 
 def meet(router: Router, tasks: Sequence[str], train: Loader) -> None:
@@ -31,20 +32,62 @@ def _some(batches: Iterable[Batch]) -> Iterable[Batch]:
 
 
 @torch.no_grad()
-def measure(router: Router, model: nn.Module, task: int, test: Iterable[Batch], *, one_head: bool) -> dict[str, Any]:
+def measure(router: Router, model: nn.Module, task: int, test: Iterable[Batch]) -> dict[str, Any]:
     """Return the accuracy on a task with the task given and inferred, and how often it is taken for each, in %.
 
-    one_head: an answer of another task's layers can be right; otherwise its classes are others.
+    All tasks have the same classes: an answer of another task's layers can be right.
     """
     router.model = model.eval()
     given = inferred = count = 0
     taken = torch.zeros(len(router.tasks), dtype=torch.long)
     for x, y in test:
         found = router(x)
-        right = found.outputs.argmax(1) == y
-        inferred += int((right if one_head else right & (found.tasks == task)).sum())
+        inferred += int((found.outputs.argmax(1) == y).sum())
         given += int((router(x, task=router.tasks[task]).outputs.argmax(1) == y).sum())
         taken += torch.bincount(found.tasks, minlength=len(taken)).cpu()
         count += len(y)
     shares = {"given": 100 * given / count, "inferred": 100 * inferred / count}
-    return {**shares, "taken": (100 * taken / count).tolist()}
+    return {**shares, "taken": [100 * images / count for images in taken.tolist()]}
+
+
+@torch.no_grad()
+def measure_heads(routers: Mapping[By, Router], model: nn.Module, task: int, test: Iterable[Batch]) -> dict[str, Any]:
+    """Return the same where each task has its own classes, so that only answers of the right task's head are right.
+
+    Beside single images, shuffled batches of `TOGETHER` images are assigned `together`. `others`: the same by the
+    features of all routers but the first.
+    """
+    first, *others = routers
+    right, scores = list[Tensor](), {by: list[Tensor]() for by in routers}
+    model.eval()
+    for x, y in test:
+        with routers[first].using(model, routers[first].tasks[task]):
+            right.append(model(x).argmax(1) == y)
+        for by, router in routers.items():
+            scores[by].append(router.scores(x))
+    answers = torch.cat(right)
+    found = {by: assigned(router, task, torch.cat(scores[by]), answers) for by, router in routers.items()}
+    entry = {"given": _percent(answers), **found[first]}
+    return {**entry, "others": {by: found[by] for by in others}} if others else entry
+
+
+def assigned(router: Router, task: int, scores: Tensor, right: Tensor) -> dict[str, Any]:
+    """Return what becomes of images with these scores [N, T], of which these are answered right by their own task."""
+    taken = router.log_posterior(scores).argmax(1)
+    order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(0)).to(scores.device)
+    batches = scores[order[: len(order) // TOGETHER * TOGETHER]].unflatten(0, (-1, TOGETHER)).sum(1)
+    together = router.log_posterior(batches).argmax(1)
+    return {
+        "inferred": _percent(right & (taken == task)),
+        "taken": _shares(taken, router),
+        "together": _shares(together, router),
+    }
+
+
+def _percent(flags: Tensor) -> float:
+    return 100 * int(flags.sum()) / len(flags)
+
+
+def _shares(taken: Tensor, router: Router) -> list[float]:
+    counts = torch.bincount(taken, minlength=len(router.tasks)).tolist()
+    return [100 * count / max(len(taken), 1) for count in counts]  # float32 can round to above 100

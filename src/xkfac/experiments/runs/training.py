@@ -214,12 +214,13 @@ class Stepper:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, part: Part, permutation: Tensor | None = None, chunk: int = 10_000) -> float:
-    """Return the percentage of a part's examples, columns permuted, that a model in evaluation mode gets right."""
+def accuracy(model: nn.Module, batches: Iterable[Batch]) -> float:
+    """Return the percentage of examples that a model in evaluation mode gets right; 0 where there are none."""
     model.eval()
-    right = torch.zeros((), dtype=torch.long, device=part.x.device)
-    for x, y in zip(torch.split(part.x, chunk), torch.split(part.y, chunk), strict=True):
-        if permutation is not None:
-            x = x.index_select(1, permutation.to(x.device))
-        right += (model(x).argmax(1) == y).sum()
-    return 100 * int(right) / len(part)
+    right: Tensor | int = 0
+    count = 0
+    for x, y in batches:
+        if len(y):
+            right = right + (model(x).argmax(1) == y).sum()
+            count += len(y)
+    return 100 * int(right) / max(count, 1)
