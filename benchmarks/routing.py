@@ -213,16 +213,20 @@ def photograph_table(rows: dict[str, Any], statistics_of: dict[str, float]) -> s
 def routing_table(rows: dict[str, Any]) -> str:
     """Return a table of the share of images taken for those of their task, and of accuracies."""
     names = list(TREES)
-    lines = ["| | " + " | ".join(f"{task}: right, 32 together" for task in names) + " | task given | inferred | mean |"]
-    lines.append("|---" * (len(names) + 4) + "|")
+    lines = [
+        "| | "
+        + " | ".join(f"{task}: right, 32 together" for task in names)
+        + " | task given | mean | inferred | mean |"
+    ]
+    lines.append("|---" * (len(names) + 5) + "|")
     for name, row in rows.items():
         cells = [
             ", ".join(f"{row[task][key][place]:.1f}" for key in ("taken", "together") if key in row[task])
             for place, task in enumerate(names)
         ]
-        given = ", ".join(f"{row[task]['given']:.1f}" for task in names if "given" in row[task])
-        inferred = [row[task]["inferred"] for task in names]
-        cells += [given, ", ".join(f"{one:.1f}" for one in inferred), f"{statistics.fmean(inferred):.1f}"]
+        for key in ("given", "inferred"):
+            values = [row[task][key] for task in names if key in row[task]]
+            cells += [", ".join(f"{one:.1f}" for one in values), f"{statistics.fmean(values):.1f}" if values else ""]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
