@@ -46,12 +46,10 @@ from xkfac.routing.router import PER_TASK, By
 TREES = {"imagenet": "imagenet1000-128", "birds": "cub200-128", "cars": "cars196-128", "flowers": "flowers102-128"}
 Batches = list[tuple[Tensor, Tensor]]
 BATCH = 32
-SHRINK = 1.0
 STATISTICS = 40  # batches that BN's statistics, and accuracies with them, are of
 
 
 def numbers_per_task(router: xkfac.Router) -> int:
-    """Return how many numbers are kept of a task, beside its layers."""
     return sum(getattr(router, name)[0].numel() for name in PER_TASK)
 
 
@@ -89,7 +87,6 @@ def estimate_statistics(net: nn.Module, batches: Batches) -> None:
 
 @torch.no_grad()
 def features_of(net: ManyHeaded, batches: Batches) -> tuple[Tensor, Tensor]:
-    """Return the features [N, F] and labels [N] of batches, with the layers that are active."""
     return torch.cat([net.trunk(x) for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
@@ -162,7 +159,7 @@ def over_all_classes(source: dict[str, Any], classes: dict[str, int]) -> dict[st
         owners += [(place, label) for label in seen.tolist()]
         centred.append((features - of_task[labels]).double())
     covariance = sum(one.T @ one / len(one) for one in centred) / len(centred)
-    covariance += SHRINK * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
+    covariance += covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
     whiten = torch.linalg.inv(torch.linalg.cholesky(covariance)).T.float()
     centres, owner, rows = torch.cat(means), torch.tensor(owners), {}
     for name, unit in (("nearest class mean", torch.eye(len(whiten)).to(whiten)), ("the same, whitened", whiten)):
@@ -179,7 +176,7 @@ def percent(flags: Tensor) -> float:
 
 
 def shares(tasks: Tensor, count: int) -> list[float]:
-    return (100 * tasks.bincount(minlength=count) / len(tasks)).tolist()
+    return [percent(tasks == task) for task in range(count)]
 
 
 @torch.no_grad()
