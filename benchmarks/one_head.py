@@ -54,7 +54,7 @@ from xkfac.model.passes import norms_of, set_mode, untouched
 from xkfac.task_layers import task_layers_of
 
 Examples = tuple[Tensor, Tensor]
-PIXELS, BATCH, LR, DRAWS = 32, 64, 0.05, 8
+BATCH, LR, DRAWS = 64, 0.05, 8
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 CURVATURES: dict[str, dict[str, Any]] = {
     "hierarchical": {"method": "xkfac", "grouping": "hierarchical"},
@@ -87,8 +87,8 @@ class Run:
     moments: dict[str, float] = field(default_factory=dict)
 
 
-def pictures(archive: Path, classes: range) -> tuple[Examples, Examples]:
-    """Return training and test images [N, 3, 32, 32] of some classes of a zip of `part/CLASS/NAME`, in their order."""
+def pictures(archive: Path, classes: range, pixels: int) -> tuple[Examples, Examples]:
+    """Return training and test images [N, 3, pixels, pixels] of some classes of a zip of `part/CLASS/NAME`."""
     found: dict[str, list[tuple[Tensor, int]]] = {"train": [], "test": []}
     with zipfile.ZipFile(archive) as file:
         names = sorted(name for name in file.namelist() if not name.endswith("/"))
@@ -99,7 +99,7 @@ def pictures(archive: Path, classes: range) -> tuple[Examples, Examples]:
             if label is None or part not in found:
                 continue
             with file.open(name) as raw:
-                image = Image.open(raw).convert("RGB").resize((PIXELS, PIXELS), Image.Resampling.BILINEAR)
+                image = Image.open(raw).convert("RGB").resize((pixels, pixels), Image.Resampling.BILINEAR)
             found[part].append((torch.from_numpy(numpy.array(image)).permute(2, 0, 1), label))
     made = []
     for part in ("train", "test"):
@@ -108,11 +108,13 @@ def pictures(archive: Path, classes: range) -> tuple[Examples, Examples]:
     return made[0], made[1]
 
 
-def digits(folder: Path, count: int) -> tuple[Examples, Examples]:
+def digits(folder: Path, count: int, pixels: int) -> tuple[Examples, Examples]:
     parts = load("mnist", folder, validation=0)
     made = []
     for part in (parts.train, parts.test):
         x = F.pad(part.x[:count].view(-1, 1, 28, 28), (2, 2, 2, 2)).expand(-1, 3, -1, -1)
+        if pixels != 32:
+            x = F.interpolate(x, size=pixels, mode="bilinear", antialias=True)
         made.append(((x - 0.1) / 0.3, part.y[:count]))
     return made[0], made[1]
 
@@ -276,18 +278,19 @@ class Case:
     calibrated: tuple[str, ...] = ()
     test: int = 10000
     routers: bool = False
+    pixels: int = 32
 
     def data(self) -> tuple[Examples, Examples, Examples, Examples, Examples]:
         """Return training, held-out and test images of the old task, and training and test images of the new one."""
         archive = self.folder / "tiny-imagenet-100.zip"
         if self.pair == "digits":
-            train, old = digits(self.folder / "mnist", int(20000 * self.share))
-            target, new = pictures(archive, range(10))
+            train, old = digits(self.folder / "mnist", int(20000 * self.share), self.pixels)
+            target, new = pictures(archive, range(10), self.pixels)
         elif self.pair == "flowers":
             trees = (self.folder / f"{name}-128.zip" for name in ("flowers102", "cars196"))
-            (train, old), (target, new) = (pictures(tree, range(10)) for tree in trees)
+            (train, old), (target, new) = (pictures(tree, range(10), self.pixels) for tree in trees)
         else:
-            (train, old), (target, new) = pictures(archive, range(10)), pictures(archive, range(10, 20))
+            (train, old), (target, new) = (pictures(archive, range(at, at + 10), self.pixels) for at in (0, 10))
         target = shuffled(target, 7, int(len(target[1]) * self.share))
         train = shuffled(train, self.seed, len(train[1]))
         old = old[0][: self.test], old[1][: self.test]
@@ -370,6 +373,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--share", type=float, default=1.0, help="the share of the training images that is used")
@@ -379,6 +383,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="CURVATURE/BN, by default all")
     parser.add_argument("--strengths", nargs="+", type=float, default=STRENGTHS)
     parser.add_argument("--calibrated", nargs="+", default=[], help="rows, for a run at the calibrated strength too")
+    parser.add_argument("--pixels", type=int, default=32, help="the side of an image")
     parser.add_argument("--test", type=int, default=10000, help="at most so many digits to measure on")
     parser.add_argument(
         "--routers", action="store_true", help="infer the task of test images too, for task-specific BN"
@@ -388,10 +393,10 @@ def main() -> None:
     record = {**provenance(), "seeds": options.seeds, "epochs": options.epochs, "implicit": options.implicit}
     rows = [tuple(row.split("/")) for row in options.rows] if options.rows else ROWS
     how = (options.epochs, options.share, options.lr, options.implicit, tuple(options.strengths))
-    more = (tuple(options.calibrated), options.test, options.routers)
+    more = (tuple(options.calibrated), options.test, options.routers, options.pixels)
     cases = [
         Case(options.data, pair, options.device, seed, *how, *more)
-        for seed in range(options.seeds)
+        for seed in range(options.first, options.first + options.seeds)
         for pair in options.pairs
     ]
     places = {

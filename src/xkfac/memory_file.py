@@ -20,12 +20,12 @@ from xkfac.curvature.blocks import Block, Corrected, Diagonal, KhatriRao, Kronec
 from xkfac.curvature.gram import size_of, symmetric, triangle
 from xkfac.curvature.operator import Curvature
 from xkfac.errors import XkfacError
-from xkfac.json_values import from_plain
 from xkfac.methods import Method
 from xkfac.model.batches import unknown_forward
 from xkfac.model.likelihood import LIKELIHOODS, Likelihood
 from xkfac.model.tracing import Convolution
 from xkfac.model.units import Coverage, Row, Unit
+from xkfac.plain_values import from_plain
 
 BlockName = Literal["kronecker", "diagonal", "corrected"]
 BLOCKS: dict[BlockName, type[Block]] = {"kronecker": Kronecker, "diagonal": Diagonal, "corrected": Corrected}

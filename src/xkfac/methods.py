@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Unpack
 
 from xkfac.curvature.operator import Settings, SettingsOptions
-from xkfac.errors import XkfacError
+from xkfac.errors import XkfacError, nearest
 from xkfac.model.merged_weight import INTERPRETATIONS, Interpretation
 
 
@@ -149,7 +147,7 @@ def get_method(method: str | Method, **changes: Unpack[MethodOptions]) -> Method
     if isinstance(method, str):
         if method not in METHODS:
             raise XkfacError(
-                f"method '{method}' is not known{_nearest(method, METHODS)}; it is one of {', '.join(METHODS)}"
+                f"method '{method}' is not known{nearest(method, METHODS)}; it is one of {', '.join(METHODS)}"
             )
         method = METHODS[method]
     if not isinstance(method, Method):
@@ -160,13 +158,8 @@ def get_method(method: str | Method, **changes: Unpack[MethodOptions]) -> Method
         if name not in own | inner:
             known = sorted(own | inner)
             raise XkfacError(
-                f"'{name}' is no option of a method{_nearest(name, known)}; the options are {', '.join(known)}"
+                f"'{name}' is no option of a method{nearest(name, known)}; the options are {', '.join(known)}"
             )
     given: dict[str, Any] = dict(changes)
     settings = replace(method.settings, **{k: v for k, v in given.items() if k in inner})
     return replace(method, settings=settings, **{k: v for k, v in given.items() if k in own})
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), list(known), 1)
-    return f" (did you mean '{close[0]}'?)" if close else ""

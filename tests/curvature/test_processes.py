@@ -27,7 +27,7 @@ from tests.helpers.shared_pass import (
 from xkfac.curvature.assemble import Outcome
 from xkfac.curvature.blocks import Corrected, parts
 from xkfac.curvature.processes import shared_out
-from xkfac.json_values import from_plain
+from xkfac.plain_values import from_plain
 
 
 @pytest.fixture(scope="module")

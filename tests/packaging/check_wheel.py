@@ -76,7 +76,7 @@ def check_contents(wheel):
         f"the wheel holds the {len(expected)} files of src and no others",
         f"(missing: {sorted(expected - packed)}, too many: {sorted(packed - expected)})",
     )
-    for data in ("py.typed", "report.html", "recipes/*.toml"):
+    for data in ("py.typed", "report.html", "table.html", "recipes/*.toml"):
         expect(fnmatch.filter(packed, f"*/{data}"), f"{data} is among them")
     requirements = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     needs = {re.match(r"[\w-]+", line)[0] for line in requirements}

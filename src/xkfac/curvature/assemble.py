@@ -18,9 +18,9 @@ from xkfac.curvature.collectors import Collectors, Source
 from xkfac.curvature.operator import Curvature, is_finite
 from xkfac.curvature.processes import Processes, shared_out
 from xkfac.errors import NotFiniteError, UnitError, XkfacError
-from xkfac.json_values import from_plain
 from xkfac.model.passes import NO_BATCH
 from xkfac.model.units import Coverage
+from xkfac.plain_values import from_plain
 
 
 @dataclass

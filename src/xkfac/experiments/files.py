@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import fcntl
 import json
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xkfac.errors import XkfacError
+from xkfac.errors import XkfacError, shortened
 from xkfac.files import replacing
 
 LARGEST_TEXT = 2**24  # bytes of a recipe, of run.json, of one choice; real ones have some thousands
 _LONGEST_NAME = 255  # bytes; that of all usual file systems
-_LONGEST_WORD = 100  # a longer one resembles nothing, and comparing it takes long
 LARGEST_RECORD = 2**30  # bytes of events and other files that grow with a run
 
 
@@ -55,11 +53,6 @@ def at_home(path: str | Path) -> Path:
         return check_path(Path(path).expanduser())
     except RuntimeError as error:
         raise XkfacError(f"the path '{shortened(str(path))}' cannot be used ({error}); give another one") from None
-
-
-def shortened(text: str, width: int = 80) -> str:
-    """Return a text of at most so many characters, the middle left out of a longer one."""
-    return text if len(text) <= width else f"{text[: width // 2]}…{text[-(width - width // 2 - 1) :]}"
 
 
 def reason(error: BaseException) -> str:
@@ -116,6 +109,7 @@ def parse_json(content: bytes) -> Any:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file, replacing what is there only once all is on disk; raises OSError when that fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
@@ -140,9 +134,3 @@ def locked(path: Path, *, shared: bool = False, wait: float = 0.0) -> Iterator[i
                     break
                 time.sleep(0.02)
         yield handle if free else None
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a remark that suggests the nearest known name, if one is near."""
-    close = difflib.get_close_matches(name, list(known), 1, 0.5) if len(name) <= _LONGEST_WORD else []
-    return f" (did you mean '{close[0]}'?)" if close else ""

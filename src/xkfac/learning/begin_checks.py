@@ -92,10 +92,8 @@ def _cancelled(one: BoundUnit) -> Tensor | float:
 
 def _resolution(one: BoundUnit, wanted: Tensor) -> float:
     """Return the coarsest relative rounding of what a unit's merged weight is made of and compared with."""
-    own = [None if one.unit.weight is None else one.weight, one.bias]
-    norm = [] if one.norm is None else [one.norm.weight, one.norm.bias, one.norm.running_mean]
-    dtypes = {tensor.dtype for tensor in (*own, *norm, wanted) if tensor is not None and tensor.is_floating_point()}
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
+    tensors = [tensor for tensor in (*one.parameters(), *one.statistics(), wanted) if tensor.is_floating_point()]
+    return max(torch.finfo(tensor.dtype).eps for tensor in tensors)
 
 
 def check_not_replaced(model: nn.Module, bound: Mapping[str, BoundUnit]) -> None:

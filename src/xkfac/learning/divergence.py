@@ -116,7 +116,7 @@ class StartingPoint:
     """Where a network has begun to learn, kept on the CPU: what a penalty is made of, its BN statistics among it."""
 
     def __init__(self, bound: Iterable[BoundUnit]) -> None:
-        self._tensors = list(_tensors_of(bound))
+        self._tensors = [tensor for one in bound for tensor in (*one.parameters(), *one.statistics())]
         self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
 
     @contextmanager
@@ -135,24 +135,12 @@ class StartingPoint:
             tensor.copy_(value)
 
 
-def _tensors_of(bound: Iterable[BoundUnit]) -> Iterator[Tensor]:
-    for one in bound:
-        own = [None if one.unit.weight is None else one.weight, one.bias]
-        norm = one.norm
-        affine = [] if norm is None else [norm.weight, norm.bias, norm.running_mean, norm.running_var]
-        yield from (tensor for tensor in (*own, *affine) if tensor is not None)
-
-
 def blamed_norm(bound: Iterable[BoundUnit]) -> str | None:
     """Return the path of a BN whose statistics are not finite where all parameters are, as bad inputs leave it."""
     suspect = None
     for one in bound:
-        norm = one.norm
-        affine = [] if norm is None else [norm.weight, norm.bias]
-        for parameter in (None if one.unit.weight is None else one.weight, one.bias, *affine):
-            if parameter is not None and not bool(parameter.isfinite().all()):
-                return None
-        if norm is not None and suspect is None:
-            read = norm.running_mean.isfinite().all() & norm.running_var.isfinite().all()
-            suspect = None if bool(read) else one.unit.norm
+        if not all(bool(parameter.isfinite().all()) for parameter in one.parameters()):
+            return None
+        if suspect is None and not all(bool(statistic.isfinite().all()) for statistic in one.statistics()):
+            suspect = one.unit.norm
     return suspect

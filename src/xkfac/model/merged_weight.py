@@ -189,12 +189,20 @@ class BoundUnit:
         std = (wide(reading.var) + self.norm.eps).sqrt() / reading.r
         return wide(reading.mean) - reading.d * std, std
 
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters that the unit is made of."""
+        own = [None if self._weight is None else self.weight, self.bias]
+        affine = [] if self.norm is None else [self.norm.weight, self.norm.bias]
+        return [parameter for parameter in (*own, *affine) if parameter is not None]
+
+    def statistics(self) -> list[Tensor]:
+        """Return the running mean and variance of the unit's BN, if it has one."""
+        return [] if self.norm is None else [self.norm.running_mean, self.norm.running_var]
+
     @property
     def trainable(self) -> bool:
         """Whether any parameter of the unit takes a gradient."""
-        own = [None if self._weight is None else self.weight, self.bias]
-        affine = [] if self.norm is None else [self.norm.weight, self.norm.bias]
-        return any(parameter is not None and parameter.requires_grad for parameter in (*own, *affine))
+        return any(parameter.requires_grad for parameter in self.parameters())
 
     def merged_weight(self, reading: Reading | None = None) -> Tensor:
         """Return W~ [groups, rows, columns] (eq. mergebn, eq. mergebrn), read with population statistics by default.

@@ -112,19 +112,16 @@ def test_a_sum_has_the_exact_spectrum_of_each_term_and_the_largest_eigenvalue_of
         assert abs(value - top) <= distance <= 1e-3 * top
 
 
-def test_lanczos_in_single_precision_and_cut_short(monkeypatch):
+def test_lanczos_in_single_precision():
     left, thin = positive(1, 60), root(1, 3, 60, 5)
     block = Kronecker((Term(left, positive(1, 20, seed=1)), Term(thin, positive(1, 20, 2, seed=2), low_rank=True)))
     top = float(dense_eigenvalues(block)[0])
     rounded = Kronecker(tuple(Term(t.left.float(), t.right.float(), t.low_rank) for t in block.terms))
     assert spectra._DENSE < 60 * 20
     assert largest_eigenvalue(rounded)[0] == pytest.approx(top, rel=1e-5)
-    monkeypatch.setattr(spectra, "_STEPS", 2)
-    value, distance = largest_eigenvalue(rounded)
-    assert top - distance <= value < top * (1 - 1e-6)  # cut short, it says how far it may be
 
 
-def test_lanczos_ends_where_the_space_is_exhausted(monkeypatch):
+def test_lanczos_of_equal_eigenvalues_and_of_none(monkeypatch):
     monkeypatch.setattr(spectra, "_DENSE", 0)
     same = Term(torch.eye(3, dtype=WIDE)[None], torch.eye(2, dtype=WIDE)[None])
     assert largest_eigenvalue(Kronecker((same, same))) == pytest.approx((2, 0))
@@ -230,11 +227,11 @@ def test_kfac_from_the_factors_of_xkfac_is_kfac(kind, variant):
         block = made[0].curvature.blocks[name]
         found = approximations(block, settings, batch)
         true = made[1].curvature.blocks[name].dense()
-        torch.testing.assert_close(Kronecker(found.kfac).dense(), true, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(Kronecker(found.xkfac).dense(), block.dense())
+        torch.testing.assert_close(Kronecker(found["kfac"]).dense(), true, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(Kronecker(found["xkfac"]).dense(), block.dense())
         difference = true - block.dense()
-        torch.testing.assert_close(Kronecker(found.difference).dense(), difference, rtol=1e-7, atol=1e-11)
-        assert len(found.difference) == len(settings.levels) - 1
+        torch.testing.assert_close(Kronecker(found["difference"]).dense(), difference, rtol=1e-7, atol=1e-11)
+        assert len(found["difference"]) == len(settings.levels) - 1
         far = max(far, float(difference.abs().max() / true.abs().max()))
     assert far > 0.01  # the two are not the same in the first place
 
@@ -250,9 +247,9 @@ def test_kfac_of_a_memory_that_keeps_all_terms_is_that_of_a_kfac_memory():
     for name, block in made[1].curvature.blocks.items():
         ours = made[0].curvature.blocks[name]
         found = approximations(ours, made[0].method.settings)
-        torch.testing.assert_close(Kronecker(found.kfac).dense(), block.dense(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(Kronecker(found["kfac"]).dense(), block.dense(), rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(
-            Kronecker(found.difference).dense(), block.dense() - ours.dense(), rtol=1e-7, atol=1e-11
+            Kronecker(found["difference"]).dense(), block.dense() - ours.dense(), rtol=1e-7, atol=1e-11
         )
 
 
@@ -284,10 +281,9 @@ def test_what_the_factors_do_not_tell_is_said_and_not_invented():
     with pytest.raises(XkfacError, match="at least 2"):
         derivable(Settings(form="paper"), 1)
     two = blocks()["two"]
-    assert approximations(two, Settings(form="paper")).kfac is None
-    assert approximations(two, Settings(form="paper")).xkfac == two.terms
+    assert approximations(two, Settings(form="paper")) == {"xkfac": two.terms}
     one = blocks()["full"]
-    assert approximations(one, Settings("kfac")) == entries.Approximations(one.terms, None, None)
+    assert approximations(one, Settings("kfac")) == {"kfac": one.terms}
 
 
 # ---------------------------------------------------------------- memories
@@ -405,8 +401,6 @@ def test_units_are_shown_in_rows_and_their_progress_is_told(run):
     assert row["K-FAC"].startswith(f"{unit['entries']['kfac']['mean']:.3g}")
     assert facts(found)["mean absolute entry of all blocks"].startswith("K-FAC ")
     assert row["largest"] == f"{unit['largest']:.3g}"
-    unit["largest within"] = 0.1 * unit["largest"]
-    assert unit_table(found)[1][head.index("largest")] == f"≥ {unit['largest']:.3g}"
 
 
 def test_a_memory_without_curvature_has_no_units_and_no_complaint(tmp_path):

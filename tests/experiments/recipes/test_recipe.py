@@ -159,14 +159,14 @@ def test_a_line_that_cannot_be_run_as_written_is_refused_in_one_sentence(text, p
         (f"{ONE}[figures.{'f' * 300}]", ["the figure name 'fff", "has 300 characters", "must have at most 100"]),
         (f"[lines.{'l' * 101}]", ["the line name 'lll", "has 101 characters"]),
         (f'name = "{"n" * 101}"\n{ONE}', ["the recipe name 'nnn", "has 101 characters"]),
-        (f"{ONE}[data]\ntrain = {10**12}", ["data.train must be at least 0 and at most 1,000,000,000"]),
+        (f"{ONE}[data]\ntrain = {10**12}", ["data: train must be at least 0 and at most 1,000,000,000"]),
         (f'{ONE}[data]\nset = "minst"', ["data: set is 'minst'", "did you mean 'mnist'?"]),
         (f"{ONE}[data]\nsets = 1", ["data", "'sets'", "did you mean 'set'?"]),
         (
             f'{ONE}early_stopping = false\n[data]\nmeasure = "validation"\nvalidation = 0',
             ["data.measure is 'validation'"],
         ),
-        (f"{ONE}[data]\ntrain = -1", ["data.train must be at least 0"]),
+        (f"{ONE}[data]\ntrain = -1", ["data: train must be at least 0"]),
         (
             f"{ONE}[data]\nvalidation = 0",
             ["lines.one: early_stopping needs a validation split", "data.validation is 0"],

@@ -76,7 +76,7 @@ def test_settings_for_all_lines_change_sweeps_of_the_same_key_alone():
         ("sweep = { lr = [] }", ["lines.one: sweep must be different numbers of at least 0, not []"]),
         ("sweep = [1, 1]", ["different numbers", "[1.0, 1.0]"]),
         ("sweep = [-1]", ["different numbers of at least 0, not [-1.0]"]),
-        ('sweep = ["a"]', ["lines.one: sweep is 'a'; it must be a number"]),
+        ('sweep = ["a"]', ["lines.one: sweep is 'a'; it must be a finite number"]),
         ("sweep = [1]\nstrength = 2", ["gives the values of 'strength', which the line has too; leave one out"]),
         ("sweep = { lr = [1] }\ntarget_lr = 2", ["does not act on targets beside target_lr"]),
         ("sweep = { lr = [1] }\ngrid = { lr = [1] }", ["so does grid.lr; leave one out"]),

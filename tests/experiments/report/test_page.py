@@ -1,6 +1,5 @@
 """The page of a report: what it says, that it needs nothing but itself, and how a browser shows it."""
 
-import html
 import importlib.util
 import json
 import re
@@ -10,6 +9,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from markupsafe import escape
 
 from tests.helpers import made_up
 from xkfac.errors import XkfacError
@@ -89,7 +89,7 @@ def test_the_page_says_it_all(plain):
         assert key in page.text
         assert str(value) in page.text or isinstance(value, dict)
     assert '"numpy": "2.4.6"' in page.text
-    assert html.escape(run.recipe.to_toml()) in text
+    assert str(escape(run.recipe.to_toml())) in text
     assert "0 to 1" in page.text  # seeds
     assert "in progress" not in page.text
     assert text.count("<b>92.00") == 1
@@ -302,7 +302,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_a_report_that_fails_leaves_the_old_one(tmp_path, monkeypatch, no_figures):
     path, _ = write_report([made_up.single()], tmp_path)
     old = path.read_bytes()
-    monkeypatch.setattr("xkfac.experiments.report.page._lines", lambda *_: 1 / 0)
+    monkeypatch.setattr("xkfac.experiments.report.page._settings", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_report([made_up.small()], tmp_path)
     assert path.read_bytes() == old

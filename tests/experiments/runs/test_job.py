@@ -155,16 +155,16 @@ def test_early_stopping_keeps_the_latest_of_the_best_epochs_of_each_task(unbroke
 @pytest.mark.parametrize(("values", "kept"), [([50, 70, 70, 60], 2), ([9, 8, 7, 6], 0), ([0, 0, 0, 0], 3)])
 def test_early_stopping_keeps_the_weights_of_that_epoch(tmp_path, monkeypatch, values, kept):
     script, asked = iter(values), []
-    real = tasks.accuracy
+    real = tasks.PermutedTasks.accuracy
 
-    def scripted(model, part, columns=None):
-        if part is not small.parts().validation:
-            return real(model, part, columns)
-        asked.append(columns)
+    def scripted(sequence, model, task, part):
+        if part != "validation":
+            return real(sequence, model, task, part)
+        asked.append(task)
         return float(next(script))
 
     shorter = learn(tmp_path / "shorter", single(epochs=kept + 1))
-    monkeypatch.setattr(tasks, "accuracy", scripted)
+    monkeypatch.setattr(tasks.PermutedTasks, "accuracy", scripted)
     job = learn(tmp_path / "job", single(epochs=4, early_stopping=True))
     assert job.result().kept == [kept]
     assert_equal(model_of(job), model_of(shorter))
@@ -173,16 +173,16 @@ def test_early_stopping_keeps_the_weights_of_that_epoch(tmp_path, monkeypatch, v
 
 def test_choices_look_at_the_validation_split_of_the_current_target_alone(tmp_path, monkeypatch):
     asked = []
-    real = tasks.accuracy
+    real = tasks.PermutedTasks._batches
 
-    def watched(model, part, columns=None):
-        if part is small.parts().validation:
-            asked.append(columns.tolist())
-        return real(model, part, columns)
+    def watched(sequence, part, task, size=10_000):
+        if part is sequence.parts.validation:
+            asked.append(task)
+        return real(sequence, part, task, size)
 
-    monkeypatch.setattr(tasks, "accuracy", watched)
+    monkeypatch.setattr(tasks.PermutedTasks, "_batches", watched)
     learn(tmp_path / "run", LINES["xkfac"])
-    assert asked == [permutation(64, 0, task).tolist() for task in range(3) for _ in range(3)]
+    assert asked == [task for task in range(3) for _ in range(3)]
 
 
 def test_the_average_is_the_mean_of_the_weights_at_the_ends_of_the_last_epochs(tmp_path):

@@ -130,7 +130,9 @@ def test_accuracy_is_the_percentage_of_right_answers_in_evaluation_mode(part):
     for x, y in zip(part.x, part.y, strict=True):
         right += int(reference(x[columns][None]).argmax() == y)
     for chunk in (1, 7, 24, 100):
-        assert accuracy(model, part, columns, chunk) == 100 * right / 24
+        batches = zip(part.x[:, columns].split(chunk), part.y.split(chunk), strict=True)
+        assert accuracy(model, batches) == 100 * right / 24
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, state[name]), name
-    assert accuracy(nn.Identity(), Part(torch.eye(3), torch.tensor([0, 1, 1]))) == pytest.approx(200 / 3)
+    assert accuracy(nn.Identity(), [(torch.eye(3), torch.tensor([0, 1, 1]))]) == pytest.approx(200 / 3)
+    assert accuracy(nn.Identity(), [(torch.eye(3)[:0], torch.tensor([]))]) == 0

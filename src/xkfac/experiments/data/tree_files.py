@@ -36,8 +36,8 @@ def list_files(path: Path) -> Files:
     Raises DataError when the tree cannot be read, or an image of it is no regular file inside it, or is too large.
     """
     try:
-        return list(_Folder(path).files() if path.is_dir() else _zip_files(path))
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RecursionError) as error:
+        return list(_folder_files(path) if path.is_dir() else _zip_files(path))
+    except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
         raise DataError(
             f"'{path}' cannot be read, or is a damaged zip file ({reason(error)}); fetch or make it again"
         ) from error
@@ -83,71 +83,58 @@ def _inside(root: Path, path: Path) -> Path:
     return found
 
 
-class _Folder:
-    """A tree that is a folder."""
+def _folder_files(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield what is in the parts of the tree, possibly below one folder more, and the names of other folders."""
+    root, prefix = path.resolve(), ""
+    linked: set[Path] = set()
+    for folder, names, files in os.walk(path, onerror=_raise, followlinks=True):
+        here = "".join(f"{step}/" for step in Path(folder).relative_to(path).parts)
+        names[:] = [name for name in names if not hidden(name)]
+        if not here and len(names) == 1 and PARTS.isdisjoint(names):
+            prefix = f"{names[0]}/"
+        else:
+            yield from ((f"{here}{name}/", "") for name in names)
+        if here == prefix:
+            names[:] = PARTS.intersection(names)
+        elif here:
+            shown = (f"{here}{name}" for name in files if not hidden(name))
+            yield from ((name, _stamp(path, root, name) if is_image(name) else "") for name in shown)
+        for name in names:  # which are listed next
+            _check_link(path, root, f"{here}{name}", linked)
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._root = path, path.resolve()
-        self._linked: set[Path] = set()
 
-    def files(self) -> Iterator[tuple[str, str]]:
-        """Yield what is in the parts of the tree, possibly below one folder more, and the names of other folders."""
-        prefix = ""
-        top = self._subfolders(prefix)
-        if len(top) == 1 and PARTS.isdisjoint(top):
-            prefix = f"{top[0]}/"
-            self._enter(top[0])
-            top = self._subfolders(prefix)
-        for name in top:
-            yield f"{prefix}{name}/", ""
-            if name in PARTS:
-                self._enter(f"{prefix}{name}")
-                yield from self._below(f"{prefix}{name}/")
+def _raise(error: OSError) -> None:
+    raise error
 
-    def _subfolders(self, prefix: str) -> list[str]:
-        return [item.name for item in (self._path / prefix).iterdir() if item.is_dir() and not hidden(item.name)]
 
-    def _below(self, prefix: str) -> Iterator[tuple[str, str]]:
-        with os.scandir(self._path / prefix) as items:
-            for item in items:
-                if hidden(item.name):
-                    continue
-                name = f"{prefix}{item.name}"
-                # Of a link that leads to itself `item.is_dir` would raise an error that does not name it.
-                if item.is_dir(follow_symlinks=False) or (item.is_symlink() and Path(item.path).is_dir()):
-                    self._enter(name)
-                    yield f"{name}/", ""
-                    yield from self._below(f"{name}/")
-                else:
-                    yield name, self._stamp(name) if is_image(name) else ""
+def _check_link(path: Path, root: Path, name: str, linked: set[Path]) -> None:
+    """Check that no two links lead to one folder, as links in a circle do."""
+    if not (path / name).is_symlink():
+        return
+    found = _found(path, root, name)
+    if found in linked:
+        raise DataError(
+            f"'{name}' of '{path}' is a link to a folder that another link leads to, or itself in a circle; remove it"
+        )
+    linked.add(found)
 
-    def _enter(self, name: str) -> None:
-        """Check a folder that is about to be listed."""
-        if not (self._path / name).is_symlink():
-            return
-        found = self._found(name)
-        if found in self._linked:
-            raise DataError(
-                f"'{name}' of '{self._path}' is a link to a folder that another link leads to, or itself in a circle; "
-                "remove it"
-            )
-        self._linked.add(found)
 
-    def _stamp(self, name: str) -> str:
-        """Return the stamp of a file, after checking that it may be read."""
-        status = self._found(name).lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"'{name}' of '{self._path}' is no regular file; remove it")
-        _check_size(self._path, name, status.st_size)
-        return f"{status.st_size}:{status.st_mtime_ns}"
+def _stamp(path: Path, root: Path, name: str) -> str:
+    """Return the stamp of a file, after checking that it may be read."""
+    status = _found(path, root, name).lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"'{name}' of '{path}' is no regular file; remove it")
+    _check_size(path, name, status.st_size)
+    return f"{status.st_size}:{status.st_mtime_ns}"
 
-    def _found(self, name: str) -> Path:
-        try:
-            return _inside(self._root, self._path / name)
-        except (OSError, RuntimeError) as error:  # RuntimeError is what links in a circle give
-            raise DataError(
-                f"'{name}' of '{self._path}' cannot be used ({reason(error)}); put a copy in its place, or remove it"
-            ) from None
+
+def _found(path: Path, root: Path, name: str) -> Path:
+    try:
+        return _inside(root, path / name)
+    except (OSError, RuntimeError) as error:  # RuntimeError is what links in a circle give
+        raise DataError(
+            f"'{name}' of '{path}' cannot be used ({reason(error)}); put a copy in its place, or remove it"
+        ) from None
 
 
 def _zip_files(path: Path) -> Iterator[tuple[str, str]]:

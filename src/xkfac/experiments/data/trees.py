@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xkfac.errors import nearest
 from xkfac.experiments.data.digits import DataError, stream
 from xkfac.experiments.data.tree_files import FORMATS, PARTS, TEST_NAMES, Files, is_image, list_files
-from xkfac.experiments.files import at_home, check_path, nearest
+from xkfac.experiments.files import at_home, check_path
 
 NOTES = frozenset((".txt", ".csv", ".tsv", ".json", ".xml", ".md", ".html", ".db", ".ini"))
 

@@ -37,15 +37,6 @@ class MeanEntry:
     count: int
 
 
-@dataclass(frozen=True)
-class Approximations:
-    """Blocks of one unit as sums of products: K-FAC, XK-FAC, and K-FAC - XK-FAC; None where it cannot be known."""
-
-    kfac: tuple[Term, ...] | None
-    xkfac: tuple[Term, ...] | None
-    difference: tuple[Term, ...] | None
-
-
 def over_blocks(means: Iterable[MeanEntry]) -> MeanEntry | None:
     """Return the mean over the entries of several blocks together, estimated independently; None of no blocks."""
     means = list(means)
@@ -93,17 +84,19 @@ def derivable(settings: Settings, batch: int | None, *, averaged: bool = False) 
 
 def approximations(
     block: Kronecker, settings: Settings, batch: int | None = None, *, averaged: bool = False
-) -> Approximations:
-    """Return K-FAC, XK-FAC and their difference for a block, task by task where the memory keeps all terms.
+) -> dict[str, tuple[Term, ...]]:
+    """Return a block as sums of products, task by task where the memory keeps all terms.
+
+    They are `kfac`, `xkfac` and `difference`, K-FAC - XK-FAC, as far as they can be known.
 
     `averaged`: the block is the average over several tasks, of which XK-FAC alone can be known.
     """
     if settings.kind == "kfac":
-        return Approximations(block.terms, None, None)
+        return {"kfac": block.terms}
     if settings.kind != "xkfac":
-        return Approximations(None, None, None)
+        return {}
     if derivable(settings, batch, averaged=averaged):
-        return Approximations(None, block.terms, None)
+        return {"xkfac": block.terms}
     kfac: list[Term] = []
     difference: list[Term] = []
     levels = len(settings.levels)
@@ -119,7 +112,7 @@ def approximations(
             mean = (batch * between.dense_left - total) / (batch - 1)
             kfac.append(Term(total, first))
             difference.append(Term(mean, first - between.right))
-    return Approximations(tuple(kfac), block.terms, tuple(difference))
+    return {"kfac": tuple(kfac), "xkfac": block.terms, "difference": tuple(difference)}
 
 
 def mean_absolute(terms: Sequence[Term], generator: torch.Generator, draws: int = DRAWS) -> MeanEntry:

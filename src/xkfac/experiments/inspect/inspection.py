@@ -102,8 +102,7 @@ def _entries(block: Block, memory: Memory, batch: int | None, generator: torch.G
     if not isinstance(block, Kronecker):
         return {}
     sums = approximations(block, memory.method.settings, batch, averaged=_is_averaged(memory))
-    found = {name: getattr(sums, name) for name in NAMES}
-    return {name: mean_absolute(terms, generator) for name, terms in found.items() if terms is not None}
+    return {name: mean_absolute(terms, generator) for name, terms in sums.items()}
 
 
 def _is_averaged(memory: Memory) -> bool:
@@ -153,9 +152,7 @@ def unit_table(found: Mapping[str, Any]) -> list[list[str]]:
         rows.append(
             [
                 *(_number(unit[name]) for name in names),
-                # Lanczos' method comes from below; where it was cut short it has a bound, not the number.
-                ("≥ " if unit["largest within"] > 2e-3 * unit["largest"] else "") + _number(unit["largest"]),
-                _number(unit["effective rank"]),
+                *(_number(unit[name]) for name in ("largest", "effective rank")),
                 more + " + ".join(f"{each['ninety']}/{each['size']}" for each in shown),
                 more + " + ".join(each["sparkline"] for each in shown),
                 _number(unit["anchor norm"]),

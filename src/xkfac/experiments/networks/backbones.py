@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from xkfac.errors import nearest
 from xkfac.experiments.data.digits import stream
-from xkfac.experiments.files import nearest
 from xkfac.experiments.networks.library import BackboneError, classifier_path, library_model
 from xkfac.task_layers import enter_task, give_task_layers, give_task_norms, using_task
 

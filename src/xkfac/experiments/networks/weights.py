@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from xkfac import files
-from xkfac.errors import XkfacError
-from xkfac.experiments.files import check_path, nearest
+from xkfac.errors import XkfacError, nearest
+from xkfac.experiments.files import check_path
 from xkfac.experiments.networks.backbones import Architecture, ManyHeaded
 from xkfac.experiments.networks.library import TIMM, BackboneError, library_model
 from xkfac.experiments.packages import imported

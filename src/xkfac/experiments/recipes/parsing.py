@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from xkfac.curvature.operator import Settings
-from xkfac.errors import XkfacError
-from xkfac.experiments.files import LARGEST_TEXT, check_path, nearest, read_regular, reason, shortened
-from xkfac.experiments.recipes.ranges import check_ranges
+from xkfac.errors import XkfacError, nearest, shortened
+from xkfac.experiments.files import LARGEST_TEXT, check_path, read_regular, reason
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Data, Figure, Images, Line, Recipe, Task, without_effect
 from xkfac.experiments.recipes.sweeps import check_point, expanded, swept_key
 from xkfac.experiments.recipes.toml_tables import (
@@ -98,12 +97,13 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     defaults, lines, figures = (given.get(key, {}) for key in parts[:3])
     if not lines:
         raise RecipeError(f"'{source}' has no [lines.NAME] table, so there is nothing to run; add one for each curve")
-    world = _images(given) if "images" in given or "tasks" in given else _data(given)
+    with_images = "images" in given or "tasks" in given
+    world = _images(given) if with_images else {"data": build(Data, given.get("data", {}), "data")}
     tasks = world.get("tasks")
     lines, sweeps = expanded(lines, defaults)
     defaults = {key: value for key, value in defaults.items() if key != "sweep"}
     # Also what no line has a use for: a value that means nothing is not passed over.
-    check_ranges(build(Line, defaults, "defaults"), "defaults: ", defaults)
+    build(Line, defaults, "defaults")
     built = {name: _line(name, as_table(own, f"lines.{name}"), defaults, tasks) for name, own in lines.items()}
     for key in figures:
         _check_name(key, "figure")
@@ -126,12 +126,6 @@ def _figure(key: str, own: dict[str, Any], sweeps: Mapping[str, tuple[str, ...]]
     return replace(figure, lines=tuple(line for name in figure.lines for line in sweeps.get(name, (name,))))
 
 
-def _data(given: Mapping[str, Any]) -> dict[str, Any]:
-    data: Data = build(Data, given.get("data", {}), "data")
-    check_ranges(data, "data.")
-    return {"data": data}
-
-
 def _images(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the images and tasks of a recipe that has them."""
     if "data" in given:
@@ -147,9 +141,7 @@ def _images(given: Mapping[str, Any]) -> dict[str, Any]:
         if "." in name:
             raise RecipeError(f"the task name '{name}' must not have a dot")
         built[name] = build(Task, as_table(own, f"tasks.{name}"), f"tasks.{name}")
-        check_ranges(built[name], f"tasks.{name}: ")
     images: Images = build(Images, given.get("images", {}), "images")
-    check_ranges(images, "images: ")
     source, *targets = built
     _check_orders(images, targets)
     chosen = images.orders[0] if images.orders else targets
@@ -227,7 +219,6 @@ def _check_name(name: str, what: str) -> None:
 
 
 def _check_numbers(line: Line, where: str) -> None:
-    check_ranges(line, f"{where}: ")
     draws = line.curvature.get("draws")
     if draws is not None and draws > _MOST_DRAWS:
         raise RecipeError(f"{where}: curvature.draws must be at most {_MOST_DRAWS:,}, not {draws}")
@@ -248,7 +239,6 @@ def _check_numbers(line: Line, where: str) -> None:
 
 def _check_recipe(recipe: Recipe) -> None:
     _check_name(recipe.name, "recipe")
-    check_ranges(recipe, "")
     world = "data" if recipe.images is None else "images"
     chosen, remedy = recipe.images or recipe.data, "some thousands" if recipe.images is None else "a share such as 0.1"
     if chosen.measure == "validation" and chosen.validation == 0:

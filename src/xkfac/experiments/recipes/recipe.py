@@ -19,11 +19,23 @@ import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from xkfac.experiments.files import nearest
-from xkfac.experiments.recipes.toml_tables import RecipeError, write_key, write_value
+from xkfac.errors import nearest
+from xkfac.experiments.recipes.toml_tables import (
+    MANY,
+    Amount,
+    Count,
+    Positive,
+    RecipeError,
+    Share,
+    number,
+    whole,
+    write_key,
+    write_value,
+)
 from xkfac.methods import METHODS, Method, get_method
+from xkfac.plain_values import Range
 
 DataSet = Literal["mnist", "digits"]
 Norm = Literal["bn", "brn", "none"]
@@ -33,12 +45,28 @@ SINGLE = "single"
 UNPROTECTED = (JOINT, SINGLE)
 
 _READING = ("interpretation", "recentre")
+_OF_STATISTICS = ("fixed_bn", "interpretation", "bn_momentum")
 _PENALISED_ONLY = (
     *("damping", "strength", "calibrated", "steady", "implicit", "lr_by_share", "head_epochs", "bn_momentum"),
     *("balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
     *_READING,
 )
 _PERCEPTRON_ONLY = ("norm", "widths", "at")
+Widths = Annotated[
+    tuple[int, ...],
+    Range(
+        "up to 100 numbers, each at least 1 and at most 65,536",
+        lambda values: len(values) <= 100 and all(1 <= value <= 65_536 for value in values),
+    ),
+]
+Scale = Annotated[
+    tuple[float, ...],
+    Range("two growing numbers above 0 and up to 1", lambda of: len(of) == 2 and 0 < of[0] <= of[1] <= 1),
+]
+Keep = Annotated[
+    Literal["average", "all"] | int,
+    Range("average, all or at least 1", lambda value: isinstance(value, str) or 1 <= value <= MANY),
+]
 
 
 @dataclass(frozen=True)
@@ -52,8 +80,8 @@ class Data:
     """
 
     set: DataSet = "mnist"
-    validation: int = 5000
-    train: int = 0
+    validation: Count = 5000
+    train: Count = 0
     measure: Literal["test", "validation"] = "test"
 
 
@@ -68,9 +96,9 @@ class Task:
 
     tree: str
     resize: Resize = "squash"
-    scale: tuple[float, ...] = (0.08, 1.0)
+    scale: Scale = (0.08, 1.0)
     flip: bool = True
-    limit: int = 0
+    limit: Count = 0
 
 
 @dataclass(frozen=True)
@@ -91,8 +119,8 @@ class Images:
     model: str = "resnet50"
     stem: Literal["standard", "small"] = "standard"
     weights: str = "download"
-    pixels: int = 224
-    validation: float = 0.1
+    pixels: Annotated[int, whole(1, 8192)] = 224
+    validation: Share = 0.1
     orders: tuple[tuple[str, ...], ...] = ()
     measure: Literal["test", "validation"] = "test"
     infer_tasks: bool = False
@@ -134,40 +162,40 @@ class Line:
 
     label: str = ""
     note: str = ""
-    tasks: int = 10
+    tasks: Annotated[int, whole(1, 10_000)] = 10
     norm: Norm = "bn"
-    widths: tuple[int, ...] = (128, 128)
-    epochs: int = 15
-    batch: int = 128
-    lr: float = 0.1
-    target_lr: float | None = None
+    widths: Widths = (128, 128)
+    epochs: Annotated[int, whole(1, 1_000_000)] = 15
+    batch: Annotated[int, whole(2)] = 128
+    lr: Amount = 0.1
+    target_lr: Amount | None = None
     lr_by_share: bool = False
-    lr_every: int = 5
-    lr_factor: float = 10.0
-    lr_end: float | None = None
-    momentum: float = 0.9
+    lr_every: Positive = 5
+    lr_factor: Annotated[float, number(1)] = 10.0
+    lr_end: Amount | None = None
+    momentum: Share = 0.9
     early_stopping: bool = True
-    average: int = 0
-    label_smoothing: float = 0.0
+    average: Count = 0
+    label_smoothing: Share = 0.0
     method: str = "xkfac"
     at: tuple[int, ...] = ()
     own: tuple[str, ...] = ()
     interpretation: str | None = None
     recentre: bool | None = None
     fixed_bn: bool = False
-    damping: float = 1e-4
-    strength: float = 1.0
+    damping: Amount = 1e-4
+    strength: Amount = 1.0
     calibrated: bool = False
     steady: bool = False
     implicit: bool = False
-    head_epochs: int = 0
-    bn_momentum: float | None = None
+    head_epochs: Count = 0
+    bn_momentum: Annotated[float, Range("above 0 and at most 1", lambda value: 0 < value <= 1)] | None = None
     balance: bool = False
-    balance_every: int = 10
+    balance_every: Positive = 10
     curvature: Mapping[str, Any] = field(default_factory=dict)
     consolidate: Literal["train", "validation"] = "train"
-    batches: int = 0
-    keep: Literal["average", "all"] | int = "average"
+    batches: Count = 0
+    keep: Keep = "average"
     grid: Mapping[str, Any] = field(default_factory=dict)
     sweep: Mapping[str, Any] = field(default_factory=dict)
 
@@ -258,9 +286,10 @@ class Recipe:
     title: str = ""
     description: str = ""
     data: Data = field(default_factory=Data)
-    repeats: int = 1
-    seed: int = 0
-    threads: int = 1
+    repeats: Annotated[int, whole(1, 10_000)] = 1
+    seed: Annotated[int, whole(0, 2**53)] = 0
+    # Far beyond this many the system starts no more threads, and whatever needs one first is blamed.
+    threads: Annotated[int, whole(1, 1024)] = 1
     figures: Mapping[str, Figure] = field(default_factory=dict)
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     images: Images | None = None
@@ -324,35 +353,24 @@ def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, s
     chosen = METHODS.get("fine-tuning" if method in UNPROTECTED else method)
     if chosen is None:  # which is said elsewhere
         return {}
-    useless = {} if method == JOINT else {"at": f"method '{method}', only on '{JOINT}'"}
-    if images:
-        useless |= dict.fromkeys(_PERCEPTRON_ONLY, "a network for images, which [images] names")
-    elif not line.get("own"):
-        useless["head_epochs"] = "tasks that share one head"
-    if not images and line.get("norm") == "none":
-        useless |= dict.fromkeys(("fixed_bn", *_READING), "a network without BN")
-    if line.get("lr_end") is not None:
-        useless |= dict.fromkeys(("lr_every", "lr_factor"), "a learning rate that falls to lr_end")
-    if not line.get("balance", False):
-        useless["balance_every"] = "a line whose losses are not balanced"
-    if chosen.per_parameter:
-        useless |= dict.fromkeys(_READING, f"method '{method}', which penalises every parameter by itself")
-    if line.get("fixed_bn") is True:
-        useless |= dict.fromkeys(_READING, "a line whose fixed_bn keeps BN as it is")
-    if chosen.fixed_bn:
-        useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which keeps BN as it is")
-    if chosen.fixed_affine:
-        useless |= dict.fromkeys(("fixed_bn", "recentre"), f"method '{method}', which keeps gamma and beta as they are")
-    if chosen.fixed_statistics:
-        keys = ("fixed_bn", "interpretation", "bn_momentum")
-        useless |= dict.fromkeys(keys, f"method '{method}', which keeps BN's statistics as they are")
-    if chosen.own_bn:
-        useless |= dict.fromkeys(("fixed_bn", *_READING), f"method '{method}', which leaves BN to each task")
-    if not chosen.penalised:
-        useless |= dict.fromkeys(_PENALISED_ONLY, f"method '{method}', which has no penalty")
-    if method in UNPROTECTED:
-        useless |= dict.fromkeys(("fixed_bn", "target_lr", "own"), f"method '{method}', which has no second task")
-    return useless
+    of = f"method '{method}', which"
+    rules: list[tuple[bool, tuple[str, ...], str]] = [
+        (method != JOINT, ("at",), f"method '{method}', only on '{JOINT}'"),
+        (images, _PERCEPTRON_ONLY, "a network for images, which [images] names"),
+        (not images and not line.get("own"), ("head_epochs",), "tasks that share one head"),
+        (not images and line.get("norm") == "none", ("fixed_bn", *_READING), "a network without BN"),
+        (line.get("lr_end") is not None, ("lr_every", "lr_factor"), "a learning rate that falls to lr_end"),
+        (not line.get("balance", False), ("balance_every",), "a line whose losses are not balanced"),
+        (chosen.per_parameter, _READING, f"{of} penalises every parameter by itself"),
+        (line.get("fixed_bn") is True, _READING, "a line whose fixed_bn keeps BN as it is"),
+        (chosen.fixed_bn, ("fixed_bn", *_READING), f"{of} keeps BN as it is"),
+        (chosen.fixed_affine, ("fixed_bn", "recentre"), f"{of} keeps gamma and beta as they are"),
+        (chosen.fixed_statistics, _OF_STATISTICS, f"{of} keeps BN's statistics as they are"),
+        (chosen.own_bn, ("fixed_bn", *_READING), f"{of} leaves BN to each task"),
+        (not chosen.penalised, _PENALISED_ONLY, f"{of} has no penalty"),
+        (method in UNPROTECTED, ("fixed_bn", "target_lr", "own"), f"{of} has no second task"),
+    ]
+    return {key: why for holds, keys, why in rules if holds for key in keys}
 
 
 def _toml_lines(recipe: Recipe) -> Iterator[str]:

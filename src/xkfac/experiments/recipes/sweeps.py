@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from xkfac.experiments.recipes.recipe import UNPROTECTED, Line
-from xkfac.experiments.recipes.toml_tables import RecipeError, as_table, check_keys, shown, typed
+from xkfac.experiments.recipes.toml_tables import RecipeError, as_table, check_keys, typed
 from xkfac.methods import METHODS
+from xkfac.plain_values import shown
 
 SWEPT = ("strength", "lr")
 _POINT = ("line", "label", "key")

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
-import types
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
-from xkfac.errors import XkfacError
-from xkfac.experiments.files import nearest, shortened
+from xkfac.errors import XkfacError, nearest, shortened
+from xkfac.plain_values import Range, from_plain, record_of, shown
 
+MANY = 10**9  # of what only has to be a number that anything can count up to
 _DEEPEST = 16  # tables and lists in one another; a recipe has four
+
+
+def whole(least: int, most: int = MANY) -> Range:
+    """Return the range of whole numbers, both ends included."""
+    return Range(f"at least {least} and at most {most:,}", lambda value: least <= value <= most)
+
+
+def number(least: float, below: float = math.inf) -> Range:
+    """Return the range of finite numbers from `least` on, those that are `below` another if it is given."""
+    bound = "" if below == math.inf else f" and below {below:g}"
+    return Range(f"a number of at least {least:g}{bound}", lambda value: least <= value < below)
+
+
+Count = Annotated[int, whole(0)]
+Positive = Annotated[int, whole(1)]
+Amount = Annotated[float, number(0)]
+Share = Annotated[float, number(0, 1)]
 
 
 class RecipeError(XkfacError):
@@ -51,11 +68,6 @@ def check_values(value: Any, where: str) -> None:
             raise RecipeError(f"'{shortened(where)}' holds a whole number of more than 64 bits; give a smaller one")
 
 
-def shown(value: Any) -> str:
-    """Return a value as an error shows it, in its middle left out if it is long."""
-    return shortened(repr(value))
-
-
 def as_table(value: Any, where: str) -> dict[str, Any]:
     """Return `value` if it is a table, named `where` in the error that says it is none."""
     if not isinstance(value, dict):
@@ -73,39 +85,24 @@ def check_keys(table: Iterable[str], known: Iterable[str], where: str) -> None:
             )
 
 
-def build(cls: type[Any], table: Mapping[str, Any], where: str, **made: Any) -> Any:
-    """Return an instance of a dataclass from a table, each value checked against the field's type."""
-    hints = get_type_hints(cls)
-    check_keys(table, {f.name for f in fields(cls)} - set(made), where)
-    for f in fields(cls):
-        if f.default is MISSING and f.default_factory is MISSING and f.name not in (*table, *made):
-            raise RecipeError(f"{where}: the key '{f.name}' is missing")
+def build(cls: Any, table: Mapping[str, Any], where: str, **made: Any) -> Any:
+    """Return an instance of a dataclass from a table, each value checked against the field's type and range."""
+    needed, free, _ = record_of(cls)
+    hints = {**needed, **free}
+    check_keys(table, hints.keys() - made.keys(), where)
+    missing = next((name for name in needed if name not in (*table, *made)), None)
+    if missing is not None:
+        raise RecipeError(f"{where}: the key '{missing}' is missing")
     values = {key: typed(value, hints[key], f"{where}: {key}") for key, value in table.items()}
     return cls(**values, **made)
 
 
 def typed(value: Any, hint: Any, where: str) -> Any:
     """Return a value as the type that a field's hint asks for, or raise RecipeError."""
-    origin, options = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        if value not in options:
-            close = nearest(str(value), map(str, options))
-            raise RecipeError(f"{where} is {shown(value)}{close}; it must be one of {', '.join(map(str, options))}")
-        return value
-    if origin in (Union, types.UnionType):
-        whole = int in options and type(value) is int
-        return typed(value, int if whole else next(option for option in options if option is not type(None)), where)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise RecipeError(f"{where} is {shown(value)}; it must be a list")
-        return tuple(typed(item, options[0], where) for item in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    wanted = dict if origin is not None else hint
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a table"}
-        raise RecipeError(f"{where} is {shown(value)}; it must be {names[wanted]}")
-    return value
+    try:
+        return from_plain(hint, value, where)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
 
 
 def read_value(text: str) -> Any:
@@ -123,7 +120,7 @@ def read_value(text: str) -> Any:
     return value
 
 
-def settings_of(cls: type[Any], settings: Iterable[str]) -> Any:
+def settings_of(cls: Any, settings: Iterable[str]) -> Any:
     """Return an instance of a dataclass from settings such as "epochs=30", all others at their defaults."""
     table: dict[str, Any] = {}
     for setting in settings:

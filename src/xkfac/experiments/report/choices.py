@@ -9,12 +9,11 @@ from typing import Any
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_RECORD, read_json, reason
-from xkfac.experiments.records import CHOSEN, POINT, Fields, fault
-from xkfac.experiments.report.markup import Cell, Row, Table, counted, text
+from xkfac.experiments.records import CHOSEN
+from xkfac.experiments.report.markup import Cell, Row, Table
 from xkfac.experiments.runs.results import RunResults
 from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, Point, choice_cells
-
-_FEW = 24  # rows that a page shows without being asked
+from xkfac.plain_values import from_plain
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,12 @@ class Tuned:
 
     rows: Sequence[Sequence[str]]
     points: Sequence[Point]
+
+    def table(self) -> Table:
+        """Return what was chosen as a table."""
+        caption = "The setting that was chosen, its accuracy, that of the next best, and the reason."
+        rows = [Row(label, [Cell(cell) for cell in cells]) for label, *cells in self.rows]
+        return Table("Table of choices", caption, CHOICE_COLUMNS, [rows], words=("task", "runner-up", "why"))
 
 
 def read_tuned(run: RunResults) -> Tuned | None:
@@ -36,13 +41,13 @@ def read_tuned(run: RunResults) -> Tuned | None:
     points: list[Point] = []
     for folder in map(Path, (run.folder, *run.others)):
         rows += [_cells(entry, run) for entry in _entries(folder / "choices.json", CHOSEN)]
-        points += [Point(**entry) for entry in _entries(folder / "points.json", POINT)]
+        points += _entries(folder / "points.json", Point)
     order = {label: place for place, label in enumerate(dict.fromkeys(row[0] for row in rows))}
     rows.sort(key=lambda row: (order[row[0]], int(row[1])))
     return Tuned(rows, points) if rows else None
 
 
-def _entries(path: Path, fields: Fields) -> list[dict[str, Any]]:
+def _entries(path: Path, kind: Any) -> list[Any]:
     try:
         found = read_json(path, LARGEST_RECORD)
     except FileNotFoundError:
@@ -51,11 +56,13 @@ def _entries(path: Path, fields: Fields) -> list[dict[str, Any]]:
         raise _damaged(path, reason(error)) from None
     if not isinstance(found, list):
         raise _damaged(path, "it holds no list")
+    entries = []
     for number, entry in enumerate(found, 1):
-        wrong = fault(entry, fields)
-        if wrong is not None:
-            raise _damaged(path, f"entry {number}: {wrong}")
-    return found
+        try:
+            entries.append(from_plain(kind, entry, "it"))
+        except ValueError as error:
+            raise _damaged(path, f"entry {number}: {error}") from None
+    return entries
 
 
 def _damaged(path: Path, why: object) -> XkfacError:
@@ -66,27 +73,3 @@ def _cells(entry: Mapping[str, Any], run: RunResults) -> list[str]:
     line = run.recipe.lines.get(entry["line"])
     name, *cells = choice_cells(entry)
     return [line.label if line is not None and line.label else name, *cells]
-
-
-def choices_table(tuned: Tuned) -> Table:
-    """Return what was chosen as a table."""
-    caption = "The setting that was chosen, its accuracy, that of the next best, and the reason."
-    rows = [Row(label, [Cell(cell) for cell in cells]) for label, *cells in tuned.rows]
-    return Table("Table of choices", caption, CHOICE_COLUMNS, [rows], words=("task", "runner-up", "why"))
-
-
-def choices_html(found: Mapping[str, Tuned]) -> str:
-    """Return the section on what was chosen, by the names of runs; nothing if none was tuned."""
-    if not found:
-        return ""
-    said = (
-        "Learning rate and damping of every target, chosen from the recipe's grids by accuracy in % on the validation "
-        "split of that target alone: no source data, and no test data, had a part in it."
-    )
-    parts = [f'<section id="choices">\n<h2>What was chosen, and why</h2>\n<p class="soft">{said}</p>']
-    for name, tuned in found.items():
-        title = f"<h3>{text(name)}</h3>" if len(found) > 1 else ""
-        opening = " open" if len(tuned.rows) <= _FEW else ""
-        count = counted(len(tuned.rows), "choice")
-        parts.append(f"{title}<details{opening}><summary>{count}</summary>\n{choices_table(tuned).html()}</details>")
-    return "\n".join((*parts, "</section>"))

@@ -112,7 +112,6 @@ def write_file(path: Path, content: bytes) -> None:
     Raises XkfacError when it cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
     except OSError as error:
         raise XkfacError(

@@ -96,16 +96,14 @@ def _file_name(key: str, taken: set[str], ending: str = "") -> str:
 
 def _accuracy(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Plot:
     title = figure.title or f"Average accuracy, {key}"
-    said = "average accuracy in percent"
-    plot = Plot(key, title, figure.note, f"{title}: {said} against the number of tasks learnt.", _HEADER, ())
+    plot = Plot(key, title, figure.note, f"{title}: average accuracy in percent", _HEADER, ())
     return _draw_curves(plot, _ranked(lines, JobResult.average_accuracy), "average accuracy (%)", folder, better=1)
 
 
 def _forgetting(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Plot:
     title = f"Forgetting: {figure.title}" if figure.title else "Forgetting"
     note = "How far accuracy on earlier tasks is below its best so far, on average, in percentage points."
-    said = "points lost on earlier tasks"
-    plot = Plot(key, title, note, f"{title}: {said} against the number of tasks learnt.", _HEADER, ())
+    plot = Plot(key, title, note, f"{title}: points lost on earlier tasks", _HEADER, ())
     return _draw_curves(plot, _ranked(lines, JobResult.forgetting), "forgetting (points)", folder, better=-1)
 
 
@@ -168,7 +166,8 @@ def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better:
 
     legend = [(f"{entry.label}  {_end(curve)}", styles[entry.index]) for entry, curve in lines]
     ends = "; ".join(f"{entry.label} {_end(curve)}" for entry, curve in lines)
-    plot = replace(plot, alt=f"{plot.alt} At the end: {ends}.", rows=_curve_rows(lines))
+    alt = f"{plot.alt} against the number of tasks learnt. At the end: {ends}."
+    plot = replace(plot, alt=alt, rows=_curve_rows(lines))
     return curves(plot, titles, fill, legend, 4.4, folder)
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 
 from xkfac.experiments.report.tables import number
 from xkfac.experiments.runs.results import Spread
 
 
-def text(value: Any) -> str:
-    """Return a value as text of a page, whatever characters it has."""
-    return escape(re.sub(r"[^\S\n]|[\x00-\x08\x0b-\x1f\x7f]", " ", str(value)))
-
-
-def spread_text(value: Spread | None, digits: int = 2) -> str:
+def spread_text(value: Spread | None, digits: int = 2) -> Markup:
     """Return mean and deviation as elements of a page."""
     mean, _, deviation = number(value, digits).partition(" ± ")
     mean = mean.replace("-", "−")  # noqa: RUF001, a minus sign is as wide as a digit
     # No-break spaces: a number and its deviation stay in one line of a text.
-    return f'{mean}&nbsp;<span class="soft">±&nbsp;{deviation}</span>' if deviation else mean
+    return Markup(f'{mean}&nbsp;<span class="soft">±&nbsp;{deviation}</span>' if deviation else mean)
 
 
 def counted(number_of: int, word: str) -> str:
@@ -44,12 +44,6 @@ class Cell:
         shown = self.value if isinstance(self.value, str) else number(self.value, self.digits)
         return shown + (" *" if self.best else "") + (f" ({self.note})" if self.note else "")
 
-    def html(self) -> str:
-        """Return it as an element of a page, in bold if it is the best."""
-        shown = text(self.value) if isinstance(self.value, str) else spread_text(self.value, self.digits)
-        shown = f'<b>{shown}</b><span class="hidden"> (best)</span>' if self.best else shown
-        return shown + (f'<br><span class="soft">{text(self.note)}</span>' if self.note else "")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -60,15 +54,6 @@ class Row:
     notes: Sequence[str] = ()
     reference: bool = False
     below: str = ""
-
-    def html(self, kinds: Sequence[str]) -> str:
-        """Return it as an element of a page; the columns have classes."""
-        opening = '<tr class="reference">' if self.reference else "<tr>"
-        below = self.below or ("reference" if self.reference else "")
-        label = text(self.label) + (f'<span class="soft">{text(below)}</span>' if below else "")
-        label += "".join(f'<span class="warn">{text(note)}</span>' for note in self.notes)
-        cells = (f"<td{kind}>{cell.html()}</td>" for kind, cell in zip(kinds, self.cells, strict=True))
-        return f'{opening}<th scope="row">{label}</th>{"".join(cells)}</tr>'
 
 
 @dataclass(frozen=True)
@@ -92,16 +77,25 @@ class Table:
                 rows.append([row.label, *(cell.text() for cell in row.cells), *notes])
         return [*self.heads, *(["notes"] if noted else [])], rows
 
-    def html(self) -> str:
+    def html(self) -> Markup:
         """Return it as an element of a page that scrolls by itself where the page is narrow."""
-        kinds = [' class="words"' if head in self.words else "" for head in self.heads]
-        pairs = zip(kinds, self.heads, strict=True)
-        heads = "".join(f'<th scope="col"{kind}>{text(head)}</th>' for kind, head in pairs)
-        bodies = "\n".join(
-            "<tbody>\n" + "\n".join(row.html(kinds[1:]) for row in block) + "\n</tbody>" for block in self.blocks
-        )
-        return (
-            f'<div class="scroll" role="region" tabindex="0" aria-label="{self.name}"><table>'
-            f"<caption><span>{text(self.caption)}</span></caption>\n<thead><tr>{heads}</tr></thead>\n{bodies}"
-            "</table></div>"
-        )
+        return Markup(rendered("table.html", table=self))
+
+
+def rendered(name: str, **values: Any) -> str:
+    """Return a template of this folder with values, whose characters are those of a text and no markup."""
+    return _templates().get_template(name).render(values)
+
+
+@cache
+def _templates() -> Environment:
+    loader = FileSystemLoader(Path(__file__).parent)
+    found = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable)
+    found.filters |= {"spread": spread_text, "counted": counted}
+    found.filters["json"] = lambda value: json.dumps(value, indent=1, ensure_ascii=False, default=str)
+    return found
+
+
+def _printable(value: Any) -> Any:
+    """Return a value for a page, without characters that a page may not have."""
+    return value if isinstance(value, Markup) else re.sub(r"[^\S\n]|[\x00-\x08\x0b-\x1f\x7f]", " ", str(value))

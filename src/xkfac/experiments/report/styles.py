@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -75,31 +76,8 @@ def style_of(index: int, hue: int, line: Line) -> Style:
 @contextmanager
 def looks(font: float) -> Iterator[None]:
     """Set matplotlib up for our figures, and back afterwards."""
-    settings: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "xkfac",
-        "text.parse_math": False,  # a label may have dollars
-        "font.family": ["DejaVu Sans"],
-        "font.size": font,
-        "text.color": INK,
-        "axes.labelcolor": SOFT,
-        "axes.edgecolor": SOFT,
-        "axes.linewidth": 0.8,
-        "axes.titlesize": font,
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "grid.color": GRID,
-        "grid.linewidth": 0.8,
-        "xtick.color": SOFT,
-        "ytick.color": SOFT,
-        "lines.linewidth": 1.8,
-        "lines.scale_dashes": True,
-        "lines.dash_capstyle": "butt",
-        "legend.frameon": False,
-    }
-    with mpl.rc_context(settings), warnings.catch_warnings():
+    sizes: dict[Any, Any] = {"font.size": font, "axes.titlesize": font}
+    with mpl.rc_context(sizes, Path(__file__).with_name("figures.mplstyle")), warnings.catch_warnings():
         # Labels may use scripts that the font of the PNG does not have; the SVG shows them.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield

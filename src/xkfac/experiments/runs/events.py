@@ -8,8 +8,9 @@ from typing import Any
 
 from xkfac.experiments.files import parse_json
 from xkfac.experiments.recipes.recipe import Plan
-from xkfac.experiments.records import EVENTS, EVENTS_FREE, TEXT, fault
+from xkfac.experiments.records import EVENTS
 from xkfac.experiments.runs.results import JobResult
+from xkfac.plain_values import from_plain
 
 Event = dict[str, Any]
 
@@ -37,10 +38,10 @@ def _event(number: int, line: bytes) -> Event:
     kind = event["event"]
     if kind not in EVENTS:
         raise EventsError(f"line {number} is an event '{kind[:40]}', which is not known")
-    wrong = fault(event, {"event": TEXT, **EVENTS[kind]}, EVENTS_FREE)
-    if wrong is not None:
-        raise EventsError(f"line {number} is an event '{kind}', and {wrong}")
-    return event
+    try:
+        return {"event": kind, **from_plain(EVENTS[kind], {key: event[key] for key in event if key != "event"}, "it")}
+    except ValueError as error:
+        raise EventsError(f"line {number} is an event '{kind}', and {error}") from None
 
 
 def job_result(events: Sequence[Event], line: str, seed: int, plan: Plan) -> JobResult:

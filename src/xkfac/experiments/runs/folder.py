@@ -27,9 +27,10 @@ from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_TEXT, check_path, locked, read_json, read_regular, reason
 from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.recipes.recipe import SINGLE, Recipe
-from xkfac.experiments.records import FACTS, FACTS_FREE, RECIPE_DIGEST, fault
+from xkfac.experiments.records import FACTS
 from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError, digest_of, write_text, writing
 from xkfac.experiments.runs.results import LineResults, RunResults
+from xkfac.plain_values import from_plain
 
 _MOMENT = 0.1  # seconds; whoever only asks whether a run is in use holds its lock for less
 
@@ -54,7 +55,7 @@ class RunFolder:
             remedy = f"go on with it by 'xkfac resume {path}'" if (path / "run.json").exists() else "empty it"
             raise RunError(f"'{path}' exists already; {remedy}, or choose another folder")
         text = recipe.to_toml()
-        facts = {**facts, RECIPE_DIGEST: digest_of(text.encode())}
+        facts = {**facts, "recipe_sha256": digest_of(text.encode())}
         try:
             path.mkdir(parents=True, exist_ok=True)
             write_text(path / "recipe.toml", text)
@@ -155,10 +156,11 @@ class RunFolder:
 
 def _check_facts(path: Path, facts: Any, recipe: bytes) -> None:
     """Check run.json, and that recipe.toml is what it was when the run began; earlier versions noted no digest."""
-    wrong = fault(facts, FACTS, FACTS_FREE, more=True)
-    if wrong is not None:
-        raise RunError(f"'{path / 'run.json'}' is damaged: {wrong}; restore it, or start a new run")
-    if facts.get(RECIPE_DIGEST, digest := digest_of(recipe)) != digest:
+    try:
+        from_plain(FACTS, facts, "it")
+    except ValueError as error:
+        raise RunError(f"'{path / 'run.json'}' is damaged: {error}; restore it, or start a new run") from None
+    if facts.get("recipe_sha256", digest := digest_of(recipe)) != digest:
         raise RunError(
             f"'{path / 'recipe.toml'}' was changed since the run began, and what was measured is not of it; restore it "
             "as it was, or start a new run with it"

@@ -30,6 +30,8 @@ from xkfac.memory import Memory, consolidate
 from xkfac.penalty.implicit import Implicit
 
 CHECKPOINT_SECONDS = 10.0
+Carried = dict[str, dict[str, Tensor]]
+"""What a training in progress goes on with, by its kind: `momentum`, `balance`."""
 
 
 @dataclass
@@ -65,9 +67,7 @@ class JobRun:
     def _device(self) -> torch.device:
         return self.sequence.device
 
-    def turn_to(
-        self, stage: int, weights: Mapping[str, Tensor] | None = None, memory: Memory | None = None
-    ) -> dict[str, Tensor]:
+    def turn_to(self, stage: int, weights: Mapping[str, Tensor] | None = None, memory: Memory | None = None) -> Carried:
         """Turn to a stage by itself, from a given state, or go on with it; return what `learn` carries on.
 
         weights: of the network that enters it, by default the initial one. memory: is lent, so that checkpoints leave
@@ -85,7 +85,7 @@ class JobRun:
     def run(self) -> None:
         """Run, or go on, to the end."""
         state = self.folder.restore()
-        carried: dict[str, Tensor] = {}
+        carried: Carried = {}
         if state is None:
             known = range(0 if self.sequence.known else self.line.tasks)
             untrained = [self.sequence.accuracy(self.model, task, "test") for task in known]
@@ -105,13 +105,13 @@ class JobRun:
             self.memory = None
         self._save({}, force=True)
 
-    def _finite_stage(self, carried: dict[str, Tensor]) -> bool:
+    def _finite_stage(self, carried: Carried) -> bool:
         try:
             return self._stage(carried)
         except NotFiniteError:  # weights can be finite still where statistics or curvature no longer are
             return False
 
-    def _stage(self, carried: dict[str, Tensor]) -> bool:
+    def _stage(self, carried: Carried) -> bool:
         """Go through a stage to its end; return whether its numbers stayed finite."""
         stage, start = self.stages[self.state.stage], time.monotonic() - self.state.seconds
         self.sequence.enter(self.model, stage.task)
@@ -131,7 +131,7 @@ class JobRun:
         self._end_stage(stage, start)
         return True
 
-    def learn(self, stage: Stage, carried: dict[str, Tensor]) -> bool:
+    def learn(self, stage: Stage, carried: Carried) -> bool:
         """Train on the tasks of a stage and keep the weights that were chosen; return whether there were any.
 
         carried: the momentum, and the balance, of a training that goes on. Early stopping keeps the best epoch also of
@@ -334,20 +334,17 @@ class JobRun:
         self.state.singles = [*self.state.singles, self.sequence.accuracy(self.model, stage.task, "test")]
         return self.state.singles
 
-    def _carried(self, stepper: Stepper) -> dict[str, Tensor]:
+    def _carried(self, stepper: Stepper) -> Carried:
         """Return what a training in progress goes on with beside weights: momentum, and the state of a balance."""
-        carried = {f"momentum/{name}": tensor for name, tensor in momentum_of(self.model, stepper.optimizer).items()}
-        if self._balance is not None:
-            carried |= {f"balance/{name}": tensor for name, tensor in self._balance.state_dict().items()}
-        return carried
+        balance = {} if self._balance is None else self._balance.state_dict()
+        return {"momentum": momentum_of(self.model, stepper.optimizer), "balance": balance}
 
-    def _take_up(self, stepper: Stepper, carried: dict[str, Tensor]) -> None:
-        named = _by_kind(carried, "momentum", "balance")
-        load_momentum(self.model, stepper.optimizer, named["momentum"])
-        if self._balance is not None and named["balance"]:
-            self._balance.load_state_dict(named["balance"])
+    def _take_up(self, stepper: Stepper, carried: Carried) -> None:
+        load_momentum(self.model, stepper.optimizer, carried.get("momentum", {}))
+        if self._balance is not None and carried.get("balance"):
+            self._balance.load_state_dict(carried["balance"])
 
-    def _save(self, carried: dict[str, Tensor], *, force: bool = False) -> None:
+    def _save(self, carried: Carried, *, force: bool = False) -> None:
         """Write a checkpoint if the last one is old enough."""
         if not force and time.monotonic() - self._saved < self.checkpoint_seconds:
             return
@@ -357,17 +354,17 @@ class JobRun:
                 self.memory.save(self.folder.path / name)
             self._memory_file = name
         state = {**vars(self.state), "memory": self._memory_file}
-        tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
-        tensors |= carried
-        tensors |= {f"best/{name}": tensor for name, tensor in self._best.items()}
-        tensors |= {f"start/{name}": tensor for name, tensor in self._start.items()}
+        kinds = {"model": self.model.state_dict(), **carried, "best": self._best, "start": self._start}
+        tensors = {f"{kind}/{name}": tensor for kind, some in kinds.items() for name, tensor in some.items()}
         self.folder.save(state, tensors)
         self._saved = time.monotonic()
 
-    def _load(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _load(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> Carried:
         """Take a checkpoint up; return what a training in progress goes on with."""
-        tensors = {key: tensor.to(self._device) for key, tensor in tensors.items()}
-        named = _by_kind(tensors, "model", "best", "start")
+        named: Carried = {kind: {} for kind in ("model", "best", "start")}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            named.setdefault(kind, {})[name] = tensor.to(self._device)
         try:
             self.model.load_state_dict(named["model"])
         except (RuntimeError, KeyError, ValueError):
@@ -386,15 +383,7 @@ class JobRun:
                 ) from None
         known = {key: value for key, value in state.items() if key in vars(self.state)}
         self.state = JobState(**known)
-        return {key: tensor for key, tensor in tensors.items() if key.startswith(("momentum/", "balance/"))}
-
-
-def _by_kind(tensors: dict[str, Tensor], *kinds: str) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors whose names begin with each of some kinds, by the rest of their names."""
-    return {
-        kind: {key.removeprefix(f"{kind}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{kind}/")}
-        for kind in kinds
-    }
+        return named
 
 
 def _is_finite(model: nn.Module) -> bool:

@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -17,11 +17,17 @@ from xkfac import files as storage
 from xkfac.errors import MemoryFileError, XkfacError
 from xkfac.experiments.files import LARGEST_RECORD, read_json, read_regular, reason, replace_file
 from xkfac.experiments.recipes.recipe import Plan
-from xkfac.experiments.records import STATE, STATE_FREE, Fields, fault
+from xkfac.experiments.records import MemoryName
 from xkfac.experiments.runs.events import Event, EventsError, job_result, parse_events
 from xkfac.experiments.runs.results import JobResult
+from xkfac.experiments.runs.stages import JobState
+from xkfac.plain_values import Record, from_plain, record_of
 
 CHECKPOINT = "xkfac-checkpoint"
+STATE = Record(
+    {"events": int}, {"events_sha256": str, "memory": MemoryName | None, **record_of(JobState).free}, more=True
+)
+Found = TypeVar("Found")
 
 
 class RunError(XkfacError):
@@ -173,33 +179,34 @@ def digest_of(content: bytes) -> str:
 
 
 def _check_state(path: Path, state: Any) -> None:
-    wrong = fault(state, STATE, STATE_FREE, more=True)
-    if wrong is not None:
-        raise MemoryFileError(f"'{path}' is damaged: {wrong}")
+    try:
+        from_plain(STATE, state, "it")
+    except ValueError as error:
+        raise MemoryFileError(f"'{path}' is damaged: {error}") from None
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file, replacing what is there only once all is on disk."""
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())
 
 
-def read_record(path: Path, fields: Fields, free: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Return the table in a file, None if there is no file; `free` fields may be missing.
+def read_record(path: Path, kind: type[Found]) -> Found | None:
+    """Return what a file holds as an instance of a dataclass, None if there is no file.
 
     Raises RunError when it is damaged.
     """
     try:
-        found: dict[str, Any] = read_json(path)
+        plain = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise RunError(f"'{path}' cannot be read ({reason(error)}); remove it to have it made again") from None
-    wrong = fault(found, fields, free)
-    if wrong is not None:
-        raise RunError(f"'{path}' is damaged: {wrong}; remove it to have it made again")
-    return found
+    try:
+        record: Found = from_plain(kind, plain, "it")
+    except ValueError as error:
+        raise RunError(f"'{path}' is damaged: {error}; remove it to have it made again") from None
+    return record
 
 
 def _numbered(folder: Path, name: str) -> list[tuple[int, Path]]:

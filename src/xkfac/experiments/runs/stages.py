@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, UNPROTECTED, Line
+from xkfac.experiments.records import Amount, Percent, Whole
 from xkfac.experiments.runs.training import Batch, Examples
 
 
@@ -49,12 +50,12 @@ class JobState:
     stage: int = 0
     epoch: int = 0
     best: float = -1.0
-    kept: int = -1
-    before: float | None = None
-    seconds: float = 0.0
+    kept: Whole = -1
+    before: Percent | None = None
+    seconds: Amount = 0.0
     diverged: bool = False
-    rate: float = 1.0
-    singles: list[float] = field(default_factory=list)
+    rate: Amount = 1.0
+    singles: list[Percent] = field(default_factory=list)
 
     def next_stage(self) -> JobState:
         """Return the beginning of the next stage."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,8 @@ class Refused(RunError):
     """Data that a phase of tuning must not read."""
 
 
-class TaskSequence:
-    """The tasks of a job and the network that learns them, fixed by a seed.
+class _Tasks:
+    """The tasks of a job and the network that learns them, fixed by a seed: what all kinds of tasks share.
 
     known: how many tasks the initial network knows. exclude: patterns of the parameters that no memory protects.
     only: the one task whose examples may be used, and not its test part; None where all may be.
@@ -38,43 +39,14 @@ class TaskSequence:
     exclude: Sequence[str] = ()
     only: int | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """Where data and network are."""
-        raise NotImplementedError
-
-    def network(self) -> nn.Module:
-        """Return the initial network."""
-        raise NotImplementedError
-
-    def enter(self, model: nn.Module, task: int) -> None:
-        """Have the network answer, and learn, a task."""
-        raise NotImplementedError
-
-    def restricted(self, task: int) -> TaskSequence:
+    def restricted(self, task: int) -> Self:
         """Return the same tasks, of which the examples of one alone can be reached, and nothing of its test part."""
         alone = copy.copy(self)
         alone.only = task
         return alone
 
-    def train(self, tasks: range) -> Examples:
-        """Return the training examples of some tasks together."""
-        raise NotImplementedError
-
-    def fixed(self, task: int, part: Literal["train", "validation"]) -> Examples:
-        """Return the examples of a part of a task with nothing random about them."""
-        raise NotImplementedError
-
-    def accuracy(self, model: nn.Module, task: int, part: Literal["validation", "test"]) -> float:
-        """Return the percentage of a part of a task that the network gets right; 0 where there are no examples."""
-        raise NotImplementedError
-
     def meet(self, model: nn.Module, task: int) -> None:
         """Keep what a router by features of the network itself has to know of a task, once it is learnt."""
-
-    def inference(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return what `task_inference` finds on each task, where tasks have layers of their own."""
-        raise NotImplementedError
 
     def _check(self, tasks: Iterable[int], part: str = "") -> None:
         """Refuse all but the examples of the one task that may be used; whoever reads examples asks first."""
@@ -88,7 +60,7 @@ class TaskSequence:
 
 
 @dataclass
-class PermutedTasks(TaskSequence):
+class PermutedTasks(_Tasks):
     """Permutations of the pixels of one data set, for the perceptron of a line.
 
     Where tasks have layers of their own, no image of a test comes with its task: the task of each is inferred, among
@@ -133,9 +105,13 @@ class PermutedTasks(TaskSequence):
         """Return what a router that knows the tasks met so far, by features of the initial network, makes of a task."""
         self._router = self._router or Router(self.network())
         meet(self._router, self.tasks[: self._met], lambda place: self.fixed(place, "train").chunks())
-        test, columns = self.parts.test, self._permutations[task].to(self.device)
-        chunks = zip(torch.split(test.x.index_select(1, columns), 500), torch.split(test.y, 500), strict=True)
-        return measure(self._router, model, task, chunks)
+        return measure(self._router, model, task, self._batches(self.parts.test, task, 500))
+
+    def _batches(self, part: Part, task: int, size: int = 10_000) -> Iterator[Batch]:
+        """Yield the examples of a part under the permutation of a task."""
+        columns = self._permutations[task].to(self.device)
+        for x, y in zip(torch.split(part.x, size), torch.split(part.y, size), strict=True):
+            yield x.index_select(1, columns), y
 
     def inference(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return how well tasks are inferred, where they have layers of their own."""
@@ -156,15 +132,11 @@ class PermutedTasks(TaskSequence):
         """Return the percentage of a part under the permutation of a task that the network gets right."""
         self._check((task,), part)
         chosen: Part = getattr(self.parts, part)
-        if len(chosen) == 0:
-            return 0.0
-        columns = self._permutations[task]
-        if not self._met:
-            return accuracy(model, chosen, columns)
-        if part == "validation":  # of the task that is learnt, for choices on it
-            with using_task(model, self.tasks[task]):
-                return accuracy(model, chosen, columns)
-        return float(self._measure(model, task)["inferred"])
+        if self._met and part == "test" and len(chosen):
+            return float(self._measure(model, task)["inferred"])
+        # Where tasks have their own layers, this is of the task that is learnt, for choices on it.
+        with using_task(model, self.tasks[task]) if self._met else contextlib.nullcontext():
+            return accuracy(model, self._batches(chosen, task))
 
 
 @dataclass(eq=False)
@@ -202,7 +174,7 @@ class ImageExamples(Examples):
 
 
 @dataclass
-class ImageTasks(TaskSequence):
+class ImageTasks(_Tasks):
     """Tasks of images for a network with one head per task; it knows the first of them.
 
     order: their names. source: the network as it knows the first task; jobs learn with copies of it.
@@ -255,19 +227,11 @@ class ImageTasks(TaskSequence):
         """Return the images of a part of a task as evaluation sees them."""
         return self._examples(task, part)
 
-    @torch.no_grad()
     def accuracy(self, model: nn.Module, task: int, part: Literal["validation", "test"]) -> float:
         """Return the percentage of the images of a part of a task that the network gets right."""
-        images = self._examples(task, part)
-        if len(images) == 0:
-            return 0.0
         assert isinstance(model, ManyHeaded)
-        model.eval()
-        right = torch.zeros((), dtype=torch.long, device=self.place)
         with model.using(self.tasks[task]):
-            for x, y in images.chunks():
-                right += (model(x).argmax(1) == y).sum()
-        return 100 * right.item() / len(images)
+            return accuracy(model, self._examples(task, part).chunks())
 
     def _train(self, task: int) -> Iterable[Batch]:
         return self.fixed(task, "train").chunks()
@@ -290,3 +254,6 @@ class ImageTasks(TaskSequence):
         if self._last and self._last.tasks == list(self.tasks):  # not so in a job that was interrupted
             routers["last"] = self._last
         return [measure_heads(routers, model, task, test.chunks()) for task, test in enumerate(tests)]
+
+
+TaskSequence = PermutedTasks | ImageTasks

@@ -177,7 +177,7 @@ class Stepper:
         if self._graph is None:
             self._order = order.to(self._device)
             self._steps = max(n for n in range(1, self._in_a_row + 1) if len(order) % n == 0)
-            self._graph = captured(lambda: self._next(self._steps), warm_up=self._warm_up, changed=self._changing())
+            self._graph = captured(self._row, warm_up=self._warm_up, changed=self._changing())
         self._order.copy_(order)
         self._place.zero_()
         for _ in range(len(order) // self._steps):
@@ -186,6 +186,11 @@ class Stepper:
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record()
         done.synchronize()
+
+    def _row(self) -> None:
+        if self.learner is not None:
+            self.learner.captures(self._steps)
+        self._next(self._steps)
 
     def _next(self, steps: int) -> None:
         """Take the batches of a row of steps from the epoch's order, and do them."""
@@ -209,12 +214,13 @@ class Stepper:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, part: Part, permutation: Tensor | None = None, chunk: int = 10_000) -> float:
-    """Return the percentage of a part's examples, columns permuted, that a model in evaluation mode gets right."""
+def accuracy(model: nn.Module, batches: Iterable[Batch]) -> float:
+    """Return the percentage of examples that a model in evaluation mode gets right; 0 where there are none."""
     model.eval()
-    right = torch.zeros((), dtype=torch.long, device=part.x.device)
-    for x, y in zip(torch.split(part.x, chunk), torch.split(part.y, chunk), strict=True):
-        if permutation is not None:
-            x = x.index_select(1, permutation.to(x.device))
-        right += (model(x).argmax(1) == y).sum()
-    return 100 * int(right) / len(part)
+    right: Tensor | int = 0
+    count = 0
+    for x, y in batches:
+        if len(y):
+            right = right + (model(x).argmax(1) == y).sum()
+            count += len(y)
+    return 100 * int(right) / max(count, 1)

@@ -19,18 +19,19 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from torch import Tensor
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError
 from xkfac.experiments.recipes.recipe import SINGLE, Line
-from xkfac.experiments.records import CHOICE, MEASURED, MEASURED_FREE, OUTCOME
+from xkfac.experiments.records import Amount, Percent, Whole
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import JobFolder, RunError, read_record, write_text, writing
+from xkfac.plain_values import Range
 
 WEIGHTS = "xkfac-weights"
 CHOICE_COLUMNS = ("line", "seed", "task", "lr", "damping", "validation", "runner-up", "why")
@@ -67,11 +68,11 @@ class TrialResult:
     """
 
     number: int
-    lr: float
-    damping: float | None
-    validation: float | None
-    kept: int = -1
-    seconds: float = 0.0
+    lr: Amount
+    damping: Amount | None
+    validation: Percent | None
+    kept: Whole = -1
+    seconds: Amount = 0.0
 
     @property
     def point(self) -> GridPoint:
@@ -99,12 +100,6 @@ class Choice:
     trials: int = 0
     lost: int = 0
     diverged: bool = False
-
-    @classmethod
-    def read(cls, entry: Mapping[str, Any]) -> Choice:
-        """Return the choice that a file describes."""
-        trials = {key: None if entry[key] is None else TrialResult(**entry[key]) for key in ("chosen", "runner_up")}
-        return cls(**{**entry, **trials})
 
     @property
     def why(self) -> str:
@@ -162,11 +157,31 @@ class Point:
     task: str
     label: str
     balanced: bool
-    lr: float
-    damping: float | None
-    target: float | None
-    average: float | None
+    lr: Amount
+    damping: Amount | None
+    target: Percent | None
+    average: Percent | None
     chosen: bool
+
+
+class Scattered(TypedDict):
+    """Accuracies of a trial that need not be the chosen one, as `Point` has them."""
+
+    target: Percent
+    average: Percent
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Accuracies of a stage on test parts: of its task before it was learnt, and of all tasks so far after it.
+
+    untrained: of the initial network, for the first stage. trials: by their numbers.
+    """
+
+    before: Percent | None
+    accuracy: Annotated[list[Percent], Range("a list of accuracies", bool)]
+    untrained: list[Percent] = field(default_factory=list)
+    trials: dict[str, Scattered] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -179,8 +194,7 @@ class TrialFolder(JobFolder):
 
     def outcome(self) -> TrialResult | None:
         """Return what it reached, None if it has not ended."""
-        entry = read_record(self.path / "outcome.json", OUTCOME)
-        return None if entry is None else TrialResult(**entry)
+        return read_record(self.path / "outcome.json", TrialResult)
 
     def end(self, outcome: TrialResult, weights: Mapping[str, Tensor] | None) -> None:
         """Write what it reached, and remove the states that it went on from."""
@@ -236,20 +250,19 @@ class StageFolder:
 
     def choice(self) -> Choice | None:
         """Return what was chosen, None if that is open."""
-        entry = read_record(self.path / "choice.json", CHOICE)
-        return None if entry is None else Choice.read(entry)
+        return read_record(self.path / "choice.json", Choice)
 
     def choose(self, choice: Choice) -> None:
         """Write what was chosen."""
         write_text(self.path / "choice.json", json.dumps(asdict(choice)) + "\n")
 
-    def measured(self) -> dict[str, Any] | None:
+    def measured(self) -> Measured | None:
         """Return what was measured of the chosen trial and of the others, None if that is still to be done."""
-        return read_record(self.path / "measured.json", MEASURED, MEASURED_FREE)
+        return read_record(self.path / "measured.json", Measured)
 
-    def note_measured(self, found: Mapping[str, Any]) -> None:
+    def note_measured(self, found: Measured) -> None:
         """Write what was measured."""
-        write_text(self.path / "measured.json", json.dumps(found) + "\n")
+        write_text(self.path / "measured.json", json.dumps(asdict(found)) + "\n")
 
     def weights(self) -> dict[str, Tensor] | None:
         """Return the weights of the chosen trial, None for those of the initial network."""
@@ -331,7 +344,7 @@ class TunedJob:
     def _events(self, tasks: Sequence[str], choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         learnt = [choice for choice in choices if not choice.diverged]
         found = [self.stage(task).measured() for task in range(len(learnt))]
-        untrained = found[0].get("untrained", []) if found and found[0] else []
+        untrained = found[0].untrained if found and found[0] else []
         job = {"line": self.folder.line, "seed": self.folder.seed}
         yield {"event": "start", **job, "untrained": untrained, "tasks": list(tasks[: self.line.tasks])}
         singles: list[float] = []
@@ -342,9 +355,9 @@ class TunedJob:
                 yield from (event for event in trial.events() if event["event"] == "epoch")
                 yield {"event": "choice", "task": task, **asdict(chosen)}
             if measured is not None:
-                singles = [*singles, measured["accuracy"][-1]]
-                accuracy = singles if self.line.method == SINGLE else measured["accuracy"]
-                yield _task_event(task, chosen, accuracy, measured["before"])
+                singles = [*singles, measured.accuracy[-1]]
+                accuracy = singles if self.line.method == SINGLE else measured.accuracy
+                yield _task_event(task, chosen, accuracy, measured.before)
         if self._ended(choices) and all(found):
             yield {"event": "end", "diverged": len(learnt) if len(learnt) < len(choices) else None}
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
 from xkfac.experiments.files import locked
 from xkfac.experiments.recipes.recipe import SINGLE
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
+from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, Carried, JobRun
 from xkfac.experiments.runs.job_folder import RunError, writing
 from xkfac.experiments.runs.run_data import ImageData, PartName, PermutedData, load_run_data
 from xkfac.experiments.runs.tasks import TaskSequence
@@ -31,6 +31,8 @@ from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve
 from xkfac.experiments.tuning.trials import (
     Choice,
     GridPoint,
+    Measured,
+    Scattered,
     StageFolder,
     TrialFolder,
     TrialResult,
@@ -170,9 +172,7 @@ class Tuner:
         trial.end(outcome, learning.model.state_dict() if finite else None)
         return outcome
 
-    def _job_run(
-        self, job: TunedJob, task: int, point: GridPoint, trial: TrialFolder
-    ) -> tuple[JobRun, dict[str, Tensor]]:
+    def _job_run(self, job: TunedJob, task: int, point: GridPoint, trial: TrialFolder) -> tuple[JobRun, Carried]:
         """Return a job that is about to learn a task with a setting, from the state that the chosen one before left."""
         line = point.of(job.line) if task else job.line
         learning = JobRun(
@@ -258,24 +258,22 @@ class Tuner:
     def _measure_stage(self, job: TunedJob, task: int) -> None:
         stage, sequence, single = job.stage(task), self._sequence(job), job.line.method == SINGLE
         model = sequence.network()
-        found: dict[str, Any] = {"before": None}
-        if task == 0:
-            found["untrained"] = [] if sequence.known else _accuracies(sequence, model, range(job.line.tasks))
+        before = None
+        untrained = [] if task or sequence.known else _accuracies(sequence, model, range(job.line.tasks))
         if task >= sequence.known and not single:
             model.load_state_dict((job.stage(task - 1).weights() if task else None) or model.state_dict())
-            (found["before"],) = _accuracies(sequence, model, [task])
+            (before,) = _accuracies(sequence, model, [task])
         model.load_state_dict(stage.weights() or model.state_dict())
-        known = [task] if single else range(task + 1)
-        found["accuracy"] = _accuracies(sequence, model, known)
+        accuracy = _accuracies(sequence, model, [task] if single else range(task + 1))
         choice = stage.choice()
-        if self.run.facts["tuning"]["scatter"] and task and choice is not None and not single:
-            found["trials"] = dict(self._scattered(job, task, model))
-        stage.note_measured(found)
+        scattered = self.run.facts["tuning"]["scatter"] and task and choice is not None and not single
+        trials = dict(self._scattered(job, task, model)) if scattered else {}
+        stage.note_measured(Measured(before, accuracy, untrained, trials))
         for number in range(choice.trials if choice is not None else 0):
             if choice is not None and choice.chosen is not None and number != choice.chosen.number:
                 stage.trial(number).forget_weights()
 
-    def _scattered(self, job: TunedJob, task: int, model: nn.Module) -> Iterator[tuple[str, dict[str, float]]]:
+    def _scattered(self, job: TunedJob, task: int, model: nn.Module) -> Iterator[tuple[str, Scattered]]:
         """Yield the accuracy of every trial on its target, and on average over the tasks so far."""
         for number in range(len(grid_of(job.line))):
             trial = job.stage(task).trial(number)

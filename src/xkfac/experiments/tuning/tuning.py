@@ -146,10 +146,10 @@ def _write_points(run: RunFolder) -> None:
 def _points(run: RunFolder) -> Iterator[Point]:
     for job in tuned_jobs(run):
         for task, choice in enumerate(job.choices()):
-            measured = job.stage(task).measured() or {}
-            if task == 0 or job.line.method == SINGLE:
+            measured = job.stage(task).measured()
+            if task == 0 or job.line.method == SINGLE or measured is None:
                 continue
             for number, point in enumerate(grid_of(job.line)):
-                row = measured.get("trials", {}).get(str(number), {"target": None, "average": None})
+                row: dict[str, Any] = {"target": None, "average": None, **measured.trials.get(str(number), {})}
                 best = choice.chosen is not None and number == choice.chosen.number
                 yield Point(choice.task, job.line.label, job.line.balance, point.lr, point.damping, **row, chosen=best)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from xkfac.json_values import from_plain
+from xkfac.plain_values import from_plain
 
 
 @dataclass
@@ -33,15 +33,15 @@ def test_values_come_back_from_json():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"word": "c"}, "'word' of it is 'c'"),
-        ({"number": float("nan")}, "'number' of it is nan"),
-        ({"number": True}, "'number' of it is True"),
-        ({"number": 10**400}, "'number' of it is 1"),
-        ({"flag": 0}, "'flag' of it is 0"),
-        ({"inner": {"pair": [1]}}, r"'pair' of 'inner' of it is \[1\]"),
-        ({"inner": {"pair": [-1, "x"]}}, "'pair' of 'inner' of it is -1"),
-        ({"inner": {}}, "'inner' of it has no 'pair'"),
-        ({"table": {"k": 3}}, "'table' of it is 3"),
+        ({"word": "c"}, "its 'word' is 'c'"),
+        ({"number": float("nan")}, "its 'number' is nan"),
+        ({"number": True}, "its 'number' is True"),
+        ({"number": 10**400}, "its 'number' is 1"),
+        ({"flag": 0}, "its 'flag' is 0"),
+        ({"inner": {"pair": [1]}}, r"'pair' of its 'inner' is \[1\]"),
+        ({"inner": {"pair": [-1, "x"]}}, "'pair' of its 'inner' is -1"),
+        ({"inner": {}}, "its 'inner' has no 'pair'"),
+        ({"table": {"k": 3}}, "its 'table' is 3"),
         ({"more": 1}, "it has the unknown field 'more'"),
     ],
 )
