@@ -351,7 +351,7 @@ def cost(options: argparse.Namespace) -> tuple[Any, str]:
         for by in ("early", "last", "source"):
             router = xkfac.Router(net, by, using=using)
             for place, task in enumerate(tasks):
-                router.add_task(task, [x + 0.3 * place])
+                router.add_task(task, [x[:8] + 0.3 * place])
             last = x + 0.3 * (count - 1)
             runs = [lambda f=f, z=z: f(z) for f, z in ((net, x), (router, x), (router, last), (router, mixed))]
             ratios = times_plain(runs, options.device, options.turns)
