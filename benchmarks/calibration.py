@@ -8,18 +8,23 @@ calibrated on 400 others with other seeds, from a three times larger learning ra
 Then the convolutional network learns changed digits for 100 steps, with strength 1 and as calibrated, with SGD that
 `begin` was given (momentum 0.9, cosine), at several learning rates; accuracies on the other 397 digits.
 
-The second: FOLDER holds `imagenet1000-128.zip` and MODEL-imagenet-128.safetensors (or .xz). Prints the calibration.
+The second: FOLDER holds `imagenet1000-128.zip` and MODEL-imagenet-128.safetensors (or .xz). Prints the calibration, and
+what the scale would be if it were read at other rises of the loss than 0.1 nats: --rises (paths go on to the largest),
+which the small networks take too, then instead of all else.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import io
 import lzma
+import statistics
 import time
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xkfac
+from xkfac import calibration as calibration_module
 from xkfac.experiments.networks.library import library_model
 from xkfac.learning import calibrator
 
@@ -92,18 +98,39 @@ def worth(net: nn.Module, memory: xkfac.Memory, x: Tensor, y: Tensor) -> list[di
     return rows
 
 
-def small(output: Path) -> None:
+def networks() -> Iterator[tuple[str, nn.Module, xkfac.Memory, Batches, Tensor, Tensor]]:
+    """Yield names of small networks, what has learnt digits, its memory, the held-out batches, and all digits."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", xkfac.XkfacWarning)
     x, y = digits()
-    lines = ["| network | " + " | ".join(VARIANTS) + " |", "|---" * (1 + len(VARIANTS)) + "|"]
-    record: dict[str, Any] = {}
     for name, make in (("perceptron", mlp), ("convolutions", convnet)):
         torch.manual_seed(0)
         net = make()
         learn(net, batches(x[:1000], y[:1000], 50, 0), 400, 0.1, None)
         held_out = batches(x[1000:1400], y[1000:1400], 50, 0)
-        memory = xkfac.consolidate(net, held_out)
+        yield name, net, xkfac.consolidate(net, held_out), held_out, x, y
+
+
+def rises(options: argparse.Namespace) -> None:
+    record: dict[str, Any] = {}
+    lines = ["| network | " + " | ".join(f"{rise:g} nats" for rise in options.rises) + " |"]
+    lines.append("|---" * (1 + len(options.rises)) + "|")
+    for name, net, memory, held_out, *_ in networks():
+        with by_rise(options.rises) as scales:
+            xkfac.calibrate(net, memory, held_out)
+        record[name] = scales
+        lines.append(f"| {name} | " + " | ".join(map(shown, scales.values())) + " |")
+    keep(options.output, provenance(), record, "\n".join(lines))
+
+
+def shown(scales: list[float]) -> str:
+    return f"{statistics.geometric_mean(scales):.3g} ({min(scales):.3g} to {max(scales):.3g})"
+
+
+def small(output: Path) -> None:
+    lines = ["| network | " + " | ".join(VARIANTS) + " |", "|---" * (1 + len(VARIANTS)) + "|"]
+    record: dict[str, Any] = {}
+    for name, net, memory, held_out, x, y in networks():
         record[name] = {"before": accuracy(net, x[1400:], y[1400:]), "scales": steadiness(net, memory, held_out)}
         cells = [
             f"{scale:.2f} ({min(all_):.2f} to {max(all_):.2f})" for scale, *all_ in record[name]["scales"].values()
@@ -114,8 +141,8 @@ def small(output: Path) -> None:
     lines += ["", f"convolutions, source {record[name]['before']:.1f}% before; source / target:", ""]
     lines += ["| target | lr | " + " | ".join(keys) + " |", "|---" * 5 + "|"]
     for row in rows:
-        shown = ["diverged" if row[key] is None else "{:.0f} / {:.0f}".format(*row[key]) for key in keys]
-        lines.append(f"| {row['target']} | {row['lr']} | " + " | ".join(shown) + " |")
+        cells = ["diverged" if row[key] is None else "{:.0f} / {:.0f}".format(*row[key]) for key in keys]
+        lines.append(f"| {row['target']} | {row['lr']} | " + " | ".join(cells) + " |")
     keep(output, {**provenance(), **record}, rows, "\n".join(lines))
 
 
@@ -140,11 +167,35 @@ def imagenet(options: argparse.Namespace) -> None:
     x = images(options.imagenet / "imagenet1000-128.zip", options.images)
     held_out = [(one,) for one in x.split(options.batch) if len(one) == options.batch]
     began = time.perf_counter()
-    memory = xkfac.consolidate(net, held_out, forward=lambda model, batch: model(batch[0]))
+    memory = xkfac.consolidate(net, held_out, draws=options.draws, forward=lambda model, batch: model(batch[0]))
     consolidated = time.perf_counter()
-    calibration = xkfac.calibrate(net, memory, held_out).calibration
+    with by_rise(options.rises or [calibration_module.RISE]) as scales:
+        calibration = xkfac.calibrate(net, memory, held_out).calibration
     took = consolidated - began, time.perf_counter() - consolidated
     print(f"{options.model}: {calibration}; {took[0]:.0f} s to consolidate, {took[1]:.0f} s to calibrate")
+    for rise, found in scales.items():
+        print(f"read at {rise} nats: {shown(found)}")
+
+
+@contextlib.contextmanager
+def by_rise(rises: list[float]) -> Iterator[dict[float, list[float]]]:
+    """Let the paths of calibrations go on to the largest rise, and note the scale of every path at each of them."""
+    scales: dict[float, list[float]] = {rise: [] for rise in rises}
+    measured, usual = calibrator._measured, calibration_module.RISE
+
+    def noted(*arguments: Any) -> Any:
+        curve, lr = measured(*arguments)
+        for rise, found in scales.items():
+            calibration_module.RISE = rise
+            found.append(calibration_module.scale_of(curve))
+        calibration_module.RISE = usual
+        return curve, lr
+
+    calibrator._measured, calibrator.RISE = noted, max(rises)
+    try:
+        yield scales
+    finally:
+        calibrator._measured, calibrator.RISE = measured, usual
 
 
 def main() -> None:
@@ -154,10 +205,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--images", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--draws", type=int, help="of labels per batch, by default the library's choice")
+    parser.add_argument("--rises", type=float, nargs="+", default=[])
     parser.add_argument("--output", type=Path, default=Path("results/calibration"))
     options = parser.parse_args()
     if options.imagenet:
         imagenet(options)
+    elif options.rises:
+        rises(options)
     else:
         small(options.output)
 

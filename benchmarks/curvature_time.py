@@ -34,6 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fixed BN, hierarchical": {"method": "fixed-bn"},
     "XK-FAC, 8 draws": {"method": "xkfac", "draws": 8},
     "XK-FAC, hierarchical, 8 draws": {"method": "xkfac", "grouping": "hierarchical", "draws": 8},
+    "fixed BN, hierarchical, 8 draws": {"method": "fixed-bn", "draws": 8},
 }
 Batch = tuple[Tensor, Tensor]
 GIB = 2**30

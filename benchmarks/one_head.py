@@ -4,8 +4,9 @@
 
 A network of three convolutions with BN, a pool and a linear layer learns ten classes, and then ten others with the same
 ten outputs. FOLDER holds MNIST's idx files (in `mnist`) and `tiny-imagenet-100.zip`. Pairs: `digits`, MNIST, then ten
-classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others. Curves over the strength of
-the penalty, for several curvatures and for these treatments of BN:
+classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others; on request `flowers`, ten
+classes of Flowers and then ten of Cars (`flowers102-128.zip`, `cars196-128.zip`). Curves over the strength of the
+penalty, for several curvatures and for these treatments of BN:
 
     shared    gamma and beta are learnt and re-centred, statistics follow the batches (as the paper has it)
     eval      the same, merged weights read with population statistics
@@ -16,7 +17,8 @@ the penalty, for several curvatures and for these treatments of BN:
 
 Accuracies on test images of the old and the new task, BN with stored statistics (`stored`) or with those of batches of
 32 test images of one task (`batch`); for `own` also with one of the two taken from the new task, and, with --routers,
-with the task of each test image inferred from early features or those of the source network. Steps: SGD, momentum
+with the task of each test image inferred from early features or those of the source network, and for what
+share of the images that is `right`. Steps: SGD, momentum
 0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`; with --implicit the optimizer
 goes to `begin`, as in README's ten lines, which allows for --lr at every strength. --rows CURVATURE/BN picks rows. For
 each source network `moments` has the loss on the new task before a step, and the mean square of what each BN gives
@@ -47,11 +49,12 @@ from torch.nn import functional as F
 
 import xkfac
 from xkfac.experiments.data.digits import load
+from xkfac.experiments.runs.task_inference import measure
 from xkfac.model.passes import norms_of, set_mode, untouched
 from xkfac.task_layers import task_layers_of
 
 Examples = tuple[Tensor, Tensor]
-PIXELS, BATCH, LR, DRAWS = 32, 64, 0.05, 8
+BATCH, LR, DRAWS = 64, 0.05, 8
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 CURVATURES: dict[str, dict[str, Any]] = {
     "hierarchical": {"method": "xkfac", "grouping": "hierarchical"},
@@ -84,8 +87,8 @@ class Run:
     moments: dict[str, float] = field(default_factory=dict)
 
 
-def pictures(archive: Path, classes: range) -> tuple[Examples, Examples]:
-    """Return training and test images [N, 3, 32, 32] of some classes of a zip of `part/CLASS/NAME`, in their order."""
+def pictures(archive: Path, classes: range, pixels: int) -> tuple[Examples, Examples]:
+    """Return training and test images [N, 3, pixels, pixels] of some classes of a zip of `part/CLASS/NAME`."""
     found: dict[str, list[tuple[Tensor, int]]] = {"train": [], "test": []}
     with zipfile.ZipFile(archive) as file:
         names = sorted(name for name in file.namelist() if not name.endswith("/"))
@@ -96,7 +99,7 @@ def pictures(archive: Path, classes: range) -> tuple[Examples, Examples]:
             if label is None or part not in found:
                 continue
             with file.open(name) as raw:
-                image = Image.open(raw).convert("RGB").resize((PIXELS, PIXELS), Image.Resampling.BILINEAR)
+                image = Image.open(raw).convert("RGB").resize((pixels, pixels), Image.Resampling.BILINEAR)
             found[part].append((torch.from_numpy(numpy.array(image)).permute(2, 0, 1), label))
     made = []
     for part in ("train", "test"):
@@ -105,11 +108,13 @@ def pictures(archive: Path, classes: range) -> tuple[Examples, Examples]:
     return made[0], made[1]
 
 
-def digits(folder: Path, count: int) -> tuple[Examples, Examples]:
+def digits(folder: Path, count: int, pixels: int) -> tuple[Examples, Examples]:
     parts = load("mnist", folder, validation=0)
     made = []
     for part in (parts.train, parts.test):
         x = F.pad(part.x[:count].view(-1, 1, 28, 28), (2, 2, 2, 2)).expand(-1, 3, -1, -1)
+        if pixels != 32:
+            x = F.interpolate(x, size=pixels, mode="bilinear", antialias=True)
         made.append(((x - 0.1) / 0.3, part.y[:count]))
     return made[0], made[1]
 
@@ -234,10 +239,13 @@ def inferred(net: nn.Sequential, source: nn.Sequential, train: Examples, target:
     return router
 
 
-@torch.no_grad()
-def accuracy_inferred(router: xkfac.Router, examples: Examples) -> float:
-    found = [router(x).outputs.argmax(1) == y for x, y in zip(*(one.split(250) for one in examples), strict=True)]
-    return 100 * torch.cat(found).double().mean().item()
+def inferences(router: xkfac.Router, by: str, old: Examples, new: Examples) -> dict[str, float]:
+    """Return accuracies with inferred tasks, and for what share of images the task is right."""
+    found = {}
+    for place, (name, examples) in enumerate((("old", old), ("new", new))):
+        answer = measure(router, router.model, place, zip(*(one.split(250) for one in examples), strict=True))
+        found |= {f"{name} inferred, {by}": answer["inferred"], f"{name} right, {by}": answer["taken"][place]}
+    return found
 
 
 def measured(net: nn.Sequential, source: nn.Sequential, old: Examples, new: Examples, bn: str) -> dict[str, float]:
@@ -270,15 +278,19 @@ class Case:
     calibrated: tuple[str, ...] = ()
     test: int = 10000
     routers: bool = False
+    pixels: int = 32
 
     def data(self) -> tuple[Examples, Examples, Examples, Examples, Examples]:
         """Return training, held-out and test images of the old task, and training and test images of the new one."""
         archive = self.folder / "tiny-imagenet-100.zip"
         if self.pair == "digits":
-            train, old = digits(self.folder / "mnist", int(20000 * self.share))
-            target, new = pictures(archive, range(10))
+            train, old = digits(self.folder / "mnist", int(20000 * self.share), self.pixels)
+            target, new = pictures(archive, range(10), self.pixels)
+        elif self.pair == "flowers":
+            trees = (self.folder / f"{name}-128.zip" for name in ("flowers102", "cars196"))
+            (train, old), (target, new) = (pictures(tree, range(10), self.pixels) for tree in trees)
         else:
-            (train, old), (target, new) = pictures(archive, range(10)), pictures(archive, range(10, 20))
+            (train, old), (target, new) = (pictures(archive, range(at, at + 10), self.pixels) for at in (0, 10))
         target = shuffled(target, 7, int(len(target[1]) * self.share))
         train = shuffled(train, self.seed, len(train[1]))
         old = old[0][: self.test], old[1][: self.test]
@@ -312,7 +324,7 @@ def start(case: Case) -> tuple[dict[str, Tensor], list[Run]]:
 def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> list[Run]:
     """Return the runs of one curvature and one treatment of BN over all strengths, the calibrated one last."""
     torch.set_num_threads(1)
-    _, kept, old, target, new = case.data()
+    train, kept, old, target, new = case.data()
     source = network().to(case.device)
     source.load_state_dict(weights)
     held_out = list(batches(kept, case.seed))[:60]
@@ -320,7 +332,7 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
     if f"{curvature}/{bn}" in case.calibrated:
         memory = xkfac.calibrate(source, memory, held_out, seed=case.seed)
     strengths = [*case.strengths, *([memory.calibration.scale] if memory.calibration is not None else [])]
-    runs = []
+    together, runs = tuple(torch.cat(pair) for pair in zip(kept, train, strict=True)), []
     for place, strength in enumerate(strengths):
         net = copy.deepcopy(source)
         learner = xkfac.Learner(net, memory, strength=strength)
@@ -332,9 +344,7 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
         learner.close()
         found = measured(net, source, old, new, bn)
         for by in ("early", "source") if bn == "own" and case.routers else ():
-            router = inferred(net, source, kept, target, by)
-            found |= {f"old inferred, {by}": accuracy_inferred(router, old)}
-            found |= {f"new inferred, {by}": accuracy_inferred(router, new)}
+            found |= inferences(inferred(net, source, together, target, by), by, old, new)
         runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found, place == len(case.strengths)))
         print(f"{case.pair} {curvature}/{bn} x{strength:g}, seed {case.seed}: {found}", flush=True)
     return runs
@@ -363,6 +373,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--share", type=float, default=1.0, help="the share of the training images that is used")
@@ -372,6 +383,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="CURVATURE/BN, by default all")
     parser.add_argument("--strengths", nargs="+", type=float, default=STRENGTHS)
     parser.add_argument("--calibrated", nargs="+", default=[], help="rows, for a run at the calibrated strength too")
+    parser.add_argument("--pixels", type=int, default=32, help="the side of an image")
     parser.add_argument("--test", type=int, default=10000, help="at most so many digits to measure on")
     parser.add_argument(
         "--routers", action="store_true", help="infer the task of test images too, for task-specific BN"
@@ -381,10 +393,10 @@ def main() -> None:
     record = {**provenance(), "seeds": options.seeds, "epochs": options.epochs, "implicit": options.implicit}
     rows = [tuple(row.split("/")) for row in options.rows] if options.rows else ROWS
     how = (options.epochs, options.share, options.lr, options.implicit, tuple(options.strengths))
-    more = (tuple(options.calibrated), options.test, options.routers)
+    more = (tuple(options.calibrated), options.test, options.routers, options.pixels)
     cases = [
         Case(options.data, pair, options.device, seed, *how, *more)
-        for seed in range(options.seeds)
+        for seed in range(options.first, options.first + options.seeds)
         for pair in options.pairs
     ]
     places = {

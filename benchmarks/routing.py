@@ -1,16 +1,19 @@
 """How well the task of an image is inferred, by `xkfac.Router`, and what it costs.
 
     python benchmarks/routing.py photographs --data FOLDER --weights resnet18.safetensors [--model resnet18]
+    python benchmarks/routing.py joint --data FOLDER --weights resnet50.safetensors --model resnet50 --device cuda
     python benchmarks/routing.py permuted --data FOLDER [--tasks 50]
     python benchmarks/routing.py cost --data FOLDER [--device cuda]
 
-`photographs`: a network that knows ImageNet, with BN statistics of each task (task-specific BN before anything is
-learnt), on ImageNet, CUB, Cars and Flowers at 128 pixels. The head of each task is the nearest class mean, so that
-accuracies with tasks given and inferred can be compared. Beside the routers stands one nearest class mean over the
-classes of all tasks, on features of the source network. Also: accuracy on ImageNet by the size of the batch that BN's
-statistics are taken from. FOLDER holds the zips; `train` images fit, `test` images measure.
+`photographs`: a network that knows ImageNet, on ImageNet, CUB, Cars and Flowers at 128 pixels. Heads of targets are
+nearest class means, so that accuracies with tasks given and inferred can be compared. Beside the routers stand
+classifiers over the classes of all tasks, on features of the source network. Also: accuracy on ImageNet by the size of
+the batch that BN's statistics are taken from, with stored statistics of Cars.
+FOLDER holds the zips; `train` images fit, `test` images measure; weights must fit images of 128 pixels.
+`joint`: the same network learns the images of all four at once, with a shared BN and all classes in one softmax; its
+answers by one head over all classes, and by the head of the task that is given or inferred.
 `permuted`: permutations of MNIST, features of an untrained perceptron. `cost`: time of a router's answer over that of
-its network, for batches of two tasks, and of 50 tasks of a perceptron.
+its network, for batches of one task and of two, among 2 and 50 tasks.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -30,35 +34,47 @@ from torch import Tensor, nn
 
 import xkfac
 from xkfac.experiments.data.augmentation import Augmentation
-from xkfac.experiments.data.digits import Part, load, permutation
+from xkfac.experiments.data.digits import Part, Parts, load, permutation
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.networks.weights import load_source
+from xkfac.experiments.runs.task_inference import assigned, measure_heads
+from xkfac.experiments.runs.tasks import ImageExamples
 from xkfac.model.passes import norms_of
-from xkfac.routing.router import PER_TASK
-from xkfac.task_layers import task_layers_of
+from xkfac.routing.router import PER_TASK, By
 
 TREES = {"imagenet": "imagenet1000-128", "birds": "cub200-128", "cars": "cars196-128", "flowers": "flowers102-128"}
 Batches = list[tuple[Tensor, Tensor]]
 BATCH = 32
+STATISTICS = 40  # batches that BN's statistics, and accuracies with them, are of
 
 
 def numbers_per_task(router: xkfac.Router) -> int:
-    """Return how many numbers are kept of a task, beside its layers."""
     return sum(getattr(router, name)[0].numel() for name in PER_TASK)
 
 
-def some(pictures: Part, count: int, device: str) -> Batches:
+def load_images(options: argparse.Namespace) -> dict[str, Parts]:
+    return {task: load_pictures(options.data / f"{tree}.zip", pixels=128, resize="squash", validation=0.0)
+            for task, tree in TREES.items()}  # fmt: skip
+
+
+def some(pictures: Part, count: int, device: str, size: int = BATCH) -> Batches:
     """Return `count` images, drawn by a fixed seed, as batches of inputs and labels."""
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))[:count]
     plain = Augmentation(128).plain
-    return [(plain(pictures.x[one].to(device)), pictures.y[one].to(device)) for one in order.split(BATCH)]
+    return [(plain(pictures.x[one].to(device)), pictures.y[one].to(device)) for one in order.split(size)]
+
+
+def source_network(options: argparse.Namespace, parts: dict[str, Parts]) -> ManyHeaded:
+    net = make_backbone(options.model, {task: len(of.classes) for task, of in parts.items()}, seed=0)
+    load_source(net, options.weights, "imagenet")
+    return net.to(options.device, memory_format=torch.channels_last).eval()
 
 
 @torch.no_grad()
 def estimate_statistics(net: nn.Module, batches: Batches) -> None:
-    """Put the mean of the batches' statistics in every BN layer that runs."""
-    running = [norm for path, norm in norms_of(net).items() if ".of." not in path or norm.weight.requires_grad]
+    """Put the mean of the batches' statistics in every BN layer."""
+    running = list(norms_of(net).values())
     before = [norm.momentum for norm in running]
     for norm in running:
         norm.reset_running_stats()
@@ -71,7 +87,6 @@ def estimate_statistics(net: nn.Module, batches: Batches) -> None:
 
 @torch.no_grad()
 def features_of(net: ManyHeaded, batches: Batches) -> tuple[Tensor, Tensor]:
-    """Return the features [N, F] and labels [N] of batches, with the layers that are active."""
     return torch.cat([net.trunk(x) for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
@@ -92,46 +107,68 @@ def nearest_mean_head(head: nn.Linear, features: Tensor, labels: Tensor) -> None
 
 def photographs(options: argparse.Namespace) -> tuple[Any, str]:
     """Return what routers make of four sets of photographs, and a table."""
-    parts = {task: load_pictures(options.data / f"{tree}.zip", pixels=128, resize="squash", validation=0.0)
-             for task, tree in TREES.items()}  # fmt: skip
+    parts = load_images(options)
     train = {task: some(of.train, options.images, options.device) for task, of in parts.items()}
     test = {task: some(of.test, options.tests, options.device) for task, of in parts.items()}
-    net = make_backbone(options.model, {task: len(of.classes) for task, of in parts.items()}, seed=0)
-    load_source(net, options.weights, "imagenet")
-    net.to(options.device).eval()
-    estimate_statistics(net.trunk, train["imagenet"])
+    net = source_network(options, parts)
     source = {task: (features_of(net, train[task]), features_of(net, test[task])) for task in TREES}
-    net.give_layers()
+    rows = over_all_classes(source, net.tasks)
+    for task in list(TREES)[1:]:
+        nearest_mean_head(net.head(task), *source[task][0])
+    # A network whose inputs are features that are there already; early features are cheap, answers are the same.
+    heads = ManyHeaded(nn.Identity(), net.head("imagenet").in_features, net.tasks, seed=0).to(options.device)
+    heads.heads.load_state_dict(net.heads.state_dict())
+    routers = {by: xkfac.Router(of, by, using=ManyHeaded.using) for by, of in (("source", heads), ("early", net))}
     for task in TREES:
-        net.enter(task)
-        net.eval()
-        estimate_statistics(net.trunk, train[task])
-        nearest_mean_head(net.head(task), *features_of(net, train[task]))
-    rows = {"nearest class mean over all classes": over_all_classes(source, net.tasks)}
-    for by in ("early", "last", "source"):
-        router = xkfac.Router(net, by, using=ManyHeaded.using)
+        routers["source"].add_task(task, [source[task][0]])
+        routers["early"].add_task(task, train[task])
+    for place, task in enumerate(TREES):
+        early = torch.cat([routers["early"].scores(x) for x, _ in test[task]])
+        features, labels = source[task][1]
+        with heads.using(task), torch.no_grad():
+            right = heads(features).argmax(1) == labels
+        for by, scores in (("source", routers["source"].scores(features)), ("early", early)):
+            row = {"given": percent(right), **assigned(routers[by], place, scores, right)}
+            rows.setdefault(f"router, {by}", {})[task] = row
+    sizes = by_batch_size(net, train["cars"][:STATISTICS], test["imagenet"][:STATISTICS])
+    numbers = {by: numbers_per_task(router) for by, router in routers.items()}
+    return {"routing": rows, "numbers": numbers, "batch statistics": sizes}, photograph_table(rows, sizes)
+
+
+def routers_of(net: ManyHeaded, train: dict[str, Batches]) -> dict[By, xkfac.Router]:
+    """Return routers that know all tasks. Where nothing is learnt, "last" has the features of "source"."""
+    routers: dict[By, xkfac.Router] = {by: xkfac.Router(net, by, using=ManyHeaded.using) for by in ("source", "early")}
+    for router in routers.values():
         for task in TREES:
             router.add_task(task, train[task])
-        rows[f"router, {by}"] = routed(router, test)
-    sizes = by_batch_size(net, test["imagenet"])
-    return {"routing": rows, "batch statistics": sizes}, photograph_table(rows, sizes)
+    return routers
 
 
 @torch.no_grad()
 def over_all_classes(source: dict[str, Any], classes: dict[str, int]) -> dict[str, Any]:
-    """Return what the nearest class mean of all tasks makes of test images, on features of the source network."""
-    means, owners, found = [], [], {}
+    """Return what one classifier of the classes of all tasks makes of test images, on features of the source network.
+
+    By the nearest class mean, and by the nearest in units of the covariance within classes, which is shared, with a
+    mean variance added to its diagonal.
+    """
+    means, owners, centred = [], [], []
     for place, (task, ((features, labels), _)) in enumerate(source.items()):
         seen = labels.unique()
-        means.append(class_means(features, labels, classes[task])[seen])
+        of_task = class_means(features, labels, classes[task])
+        means.append(of_task[seen])
         owners += [(place, label) for label in seen.tolist()]
-    centres, owner = torch.cat(means), torch.tensor(owners)
-    for place, (task, (_, (features, labels))) in enumerate(source.items()):
-        nearest = owner[torch.cdist(features, centres).argmin(1).cpu()]
-        mine = nearest[:, 0] == place
-        right = mine & (nearest[:, 1] == labels.cpu())
-        found[task] = {"taken": shares(nearest[:, 0], len(source)), "inferred": percent(right)}
-    return found
+        centred.append((features - of_task[labels]).double())
+    covariance = sum(one.T @ one / len(one) for one in centred) / len(centred)
+    covariance += covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
+    whiten = torch.linalg.inv(torch.linalg.cholesky(covariance)).T.float()
+    centres, owner, rows = torch.cat(means), torch.tensor(owners), {}
+    for name, unit in (("nearest class mean", torch.eye(len(whiten)).to(whiten)), ("the same, whitened", whiten)):
+        rows[f"{name}, all classes"] = found = {}
+        for place, (task, (_, (features, labels))) in enumerate(source.items()):
+            nearest = owner[torch.cdist(features @ unit, centres @ unit).argmin(1).cpu()]
+            right = (nearest[:, 0] == place) & (nearest[:, 1] == labels.cpu())
+            found[task] = {"taken": shares(nearest[:, 0], len(source)), "inferred": percent(right)}
+    return rows
 
 
 def percent(flags: Tensor) -> float:
@@ -139,35 +176,11 @@ def percent(flags: Tensor) -> float:
 
 
 def shares(tasks: Tensor, count: int) -> list[float]:
-    return (100 * tasks.bincount(minlength=count) / len(tasks)).tolist()
+    return [percent(tasks == task) for task in range(count)]
 
 
 @torch.no_grad()
-def routed(router: xkfac.Router, test: dict[str, Batches]) -> dict[str, Any]:
-    """Return, by task: how images are taken one by one, batches of 32 together, and accuracies given and inferred."""
-    found = {}
-    for place, (task, batches) in enumerate(test.items()):
-        single, together, given, inferred, sure = [], [], [], [], []
-        for x, y in batches:
-            one = router(x)
-            single.append(one.tasks.cpu())
-            sure.append(one.probabilities.max(1).values.cpu())
-            inferred.append(((one.outputs.argmax(1) == y) & (one.tasks == place)).cpu())
-            given.append((router(x, task=task).outputs.argmax(1) == y).cpu())
-            together += [int(router(x, together=True).tasks[0])] if len(x) == BATCH else []
-        found[task] = {
-            "taken": shares(torch.cat(single), len(test)),
-            "batches": shares(torch.tensor(together), len(test)),
-            "given": percent(torch.cat(given)),
-            "inferred": percent(torch.cat(inferred)),
-            "sure": 100 * torch.cat(sure).mean().item(),
-            "numbers": numbers_per_task(router),
-        }
-    return found
-
-
-@torch.no_grad()
-def by_batch_size(net: ManyHeaded, batches: Batches) -> dict[str, float]:
+def by_batch_size(net: ManyHeaded, other: Batches, batches: Batches) -> dict[str, float]:
     """Return the accuracy on ImageNet, gamma and beta its own, by the statistics that BN uses."""
     x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
@@ -176,35 +189,107 @@ def by_batch_size(net: ManyHeaded, batches: Batches) -> dict[str, float]:
             return percent(torch.cat([net(one).argmax(1) for one in x.split(size)]) == y)
 
     found = {"its own": accuracy(BATCH)}
-    layers = task_layers_of(net.trunk).values()
-    own = [copy.deepcopy(layer.of["imagenet"].state_dict()) for layer in layers]
-    for layer in layers:
-        for name in ("running_mean", "running_var"):
-            getattr(layer.of["imagenet"], name).copy_(getattr(layer.of["cars"], name))
+    estimate_statistics(net, other)
     found["those of cars"] = accuracy(BATCH)
     found |= {f"the batch of {size}": accuracy(size, 1) for size in (1, 4, 8, 16, 32, 64, 128)}
-    found |= {f"a window of 64, batches of {size}": accuracy(size, 64) for size in (1, 8)}
-    for layer, state in zip(layers, own, strict=True):
-        layer.of["imagenet"].load_state_dict(state)
-    return found
+    return found | {f"a window of 64, batches of {size}": accuracy(size, 64) for size in (1, 8)}
 
 
 def photograph_table(rows: dict[str, Any], statistics_of: dict[str, float]) -> str:
     names = list(TREES)
-    lines = ["| router | " + " | ".join(f"{task}: right, 32 together" for task in names) + " | given | inferred |"]
-    lines.append("|---" * (len(names) + 3) + "|")
+    lines = [routing_table(rows), "", "| images of | " + " | ".join(f"taken for {task}" for task in names) + " |"]
+    lines.append("|---" * (len(names) + 1) + "|")
     for name, row in rows.items():
-        cells = [
-            f"{row[task]['taken'][place]:.1f}, {row[task]['batches'][place]:.1f}"
-            if "batches" in row[task]
-            else f"{row[task]['taken'][place]:.1f}"
-            for place, task in enumerate(names)
+        lines += [
+            f"| {name}: {task} | " + " | ".join(f"{one:.1f}" for one in row[task]["taken"]) + " |" for task in names
         ]
-        given = ", ".join(f"{row[task]['given']:.1f}" for task in names if "given" in row[task])
-        inferred = ", ".join(f"{row[task]['inferred']:.1f}" for task in names)
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {given} | {inferred} |")
     lines += ["", "| BN statistics | accuracy on ImageNet |", "|---|---|"]
     return "\n".join([*lines, *(f"| {name} | {value:.1f} |" for name, value in statistics_of.items())])
+
+
+def routing_table(rows: dict[str, Any]) -> str:
+    """Return a table of the share of images taken for those of their task, and of accuracies."""
+    names = list(TREES)
+    lines = [
+        "| | "
+        + " | ".join(f"{task}: right, 32 together" for task in names)
+        + " | task given | mean | inferred | mean |"
+    ]
+    lines.append("|---" * (len(names) + 5) + "|")
+    for name, row in rows.items():
+        cells = [
+            ", ".join(f"{row[task][key][place]:.1f}" for key in ("taken", "together") if key in row[task])
+            for place, task in enumerate(names)
+        ]
+        for key in ("given", "inferred"):
+            values = [row[task][key] for task in names if key in row[task]]
+            cells += [", ".join(f"{one:.1f}" for one in values), f"{statistics.fmean(values):.1f}" if values else ""]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def joint(options: argparse.Namespace) -> tuple[Any, str]:
+    """Return what a network makes of test images that learnt the images of all tasks at once, and a table."""
+    parts = load_images(options)
+    net = source_network(options, parts)
+    known = {task: some(of.train, options.images, options.device, 256) for task, of in parts.items()}
+    routers = routers_of(net, known)  # of the source network
+    net = copy.deepcopy(net)
+    learn_jointly(net, {task: of.train for task, of in parts.items()}, options)
+    rows: dict[str, Any] = {"one head over all classes": {}}
+    offsets = [sum(list(net.tasks.values())[:place]) for place in range(len(TREES))]
+    for place, (task, of) in enumerate(parts.items()):
+        test = some(of.test, options.tests, options.device, 256)
+        scores, labels = all_scores(net, test)
+        owner = torch.bucketize(scores.argmax(1), torch.tensor(offsets[1:], device=scores.device), right=True)
+        right = scores.argmax(1) == labels + offsets[place]
+        rows["one head over all classes"][task] = {"taken": shares(owner.cpu(), len(TREES)), "inferred": percent(right)}
+        found = measure_heads(routers, net, place, test)
+        given, others = found.pop("given"), found.pop("others")
+        for by, row in {"source": found, **others}.items():
+            rows.setdefault(f"router, {by}", {})[task] = {"given": given, **row}
+    return rows, routing_table(rows)
+
+
+@torch.no_grad()
+def all_scores(net: ManyHeaded, batches: Batches) -> tuple[Tensor, Tensor]:
+    """Return the scores [N, classes of all tasks] and labels [N] of batches."""
+    features, labels = features_of(net, batches)
+    return torch.cat([head(features) for head in net.heads.values()], 1), labels
+
+
+def learn_jointly(net: ManyHeaded, train: dict[str, Part], options: argparse.Namespace) -> None:
+    """Train on shuffled images of all tasks, all classes in one softmax; the few images of the source come twice.
+
+    SGD, momentum 0.9, half cosine. Images are mirrored at random, and those of Flowers cropped, as in the recipe.
+    """
+    examples, pairs, offsets, count = [], [], [], 0
+    for place, (task, of) in enumerate(train.items()):
+        augmentation = Augmentation(128, (0.5 if task == "flowers" else 1.0, 1.0))
+        examples.append(ImageExamples(of.to(options.device), augmentation, augmented=True))
+        index = torch.arange(min(len(of), options.images)).repeat(2 if place == 0 else 1)
+        pairs.append(torch.stack([torch.full_like(index, place), index], 1))
+        offsets.append(count)
+        count += net.tasks[task]
+    every = torch.cat(pairs)
+    net.requires_grad_(True).train()
+    optimizer = torch.optim.SGD(net.parameters(), options.lr, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * (len(every) // options.batch))
+    for epoch in range(options.epochs):
+        for one in examples:
+            one.redraw(0, epoch)
+        order = every[torch.randperm(len(every), generator=torch.Generator().manual_seed(epoch))]
+        for batch in order[: len(order) // options.batch * options.batch].to(options.device).split(options.batch):
+            parts = [one.take(batch[batch[:, 0] == place, 1]) for place, one in enumerate(examples)]
+            y = torch.cat([labels + offset for (_, labels), offset in zip(parts, offsets, strict=True)])
+            with torch.autocast(options.device, torch.bfloat16, enabled=options.device != "cpu"):
+                features = net.trunk(torch.cat([x for x, _ in parts]))
+                loss = nn.functional.cross_entropy(torch.cat([head(features) for head in net.heads.values()], 1), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    net.eval()
 
 
 def permuted(options: argparse.Namespace) -> tuple[Any, str]:
@@ -235,49 +320,62 @@ def many_perceptrons(tasks: int) -> nn.Sequential:
     return net.eval()
 
 
-def seconds(run: Callable[[], object], device: str, turns: int) -> float:
-    """Return the median time of a run."""
-    times = []
+def times_plain(runs: list[Callable[[], object]], device: str, turns: int) -> list[float]:
+    """Return the time of each run over that of the first, the least of some turns in which they alternate.
+
+    On the CPU it is the time of the process, which other processes do not change much.
+    """
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    least = [math.inf] * len(runs)
     for _ in range(turns):
-        start = time.perf_counter()
-        run()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[turns // 4 :])
+        for place, run in enumerate(runs):
+            if device != "cpu":
+                torch.cuda.synchronize()
+            start = clock()
+            run()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            least[place] = min(least[place], clock() - start)
+    return [one / least[0] for one in least[1:]]
 
 
 @torch.no_grad()
 def cost(options: argparse.Namespace) -> tuple[Any, str]:
     """Return the time of a router's answer over that of its network, and a table."""
     found = {}
-    net = make_backbone(options.model, {"a": 100, "b": 100}, seed=0)
-    net.give_layers()
-    cases = [("two tasks", net.to(options.device).eval(), 128, ManyHeaded.using)]
-    perceptrons = many_perceptrons(50).to(options.device)
-    for name, net, pixels, using in [*cases, ("50 tasks, perceptron", perceptrons, 0, xkfac.using_task)]:
-        tasks = list(net.tasks) if isinstance(net, ManyHeaded) else [str(task) for task in range(50)]
-        shape = (3, pixels, pixels) if pixels else (784,)
+    for name, count, net, shape, using in cost_cases(options):
+        tasks = [str(task) for task in range(count)]
         x = torch.randn(options.batch, *shape, device=options.device)
+        mixed = x.clone()
+        mixed[::2] += 0.3 * (count - 1)
         for by in ("early", "last", "source"):
             router = xkfac.Router(net, by, using=using)
             for place, task in enumerate(tasks):
-                router.add_task(task, [x + 0.3 * place])
-            plain = seconds(lambda net=net, x=x: net(x), options.device, options.turns)
-            one = seconds(lambda r=router, x=x: r(x), options.device, options.turns)
-            mixed = x.clone()
-            mixed[::2] += 0.3 * (len(tasks) - 1)
-            two = seconds(lambda r=router, x=mixed: r(x), options.device, options.turns)
-            found[f"{name}, {by}"] = {"one task in a batch": one / plain, "two in a batch": two / plain}
-    lines = ["| router | one task in a batch | two in a batch |", "|---|---|---|"]
-    lines += [f"| {name} | {one:.2f} | {two:.2f} |" for name, (one, two) in ((n, v.values()) for n, v in found.items())]
+                router.add_task(task, [x[:8] + 0.3 * place])
+            last = x + 0.3 * (count - 1)
+            runs = [lambda f=f, z=z: f(z) for f, z in ((net, x), (router, x), (router, last), (router, mixed))]
+            ratios = times_plain(runs, options.device, options.turns)
+            found[f"{name}, {by}"] = dict(zip(("first task", "last task", "two in a batch"), ratios, strict=True))
+    lines = [f"| batches of {options.batch} | of the first task | of the last | of both |", "|---|---|---|---|"]
+    lines += [f"| {name} | " + " | ".join(f"{one:.2f}" for one in row.values()) + " |" for name, row in found.items()]
     return found, "\n".join(lines)
+
+
+def cost_cases(options: argparse.Namespace) -> list[tuple[str, int, nn.Module, tuple[int, ...], Any]]:
+    """Return networks with task-specific layers: name, number of tasks, network, shape of inputs, and `using`."""
+    cases: list[tuple[str, int, nn.Module, tuple[int, ...], Any]] = []
+    for count in (2, 50):
+        net = make_backbone(options.model, {str(task): 100 for task in range(count)}, seed=0)
+        net.give_layers()
+        net.to(options.device, memory_format=torch.channels_last).eval()
+        cases.append((f"{options.model}, {count} tasks", count, net, (3, 128, 128), ManyHeaded.using))
+    return [*cases, ("perceptron, 50 tasks", 50, many_perceptrons(50).to(options.device), (784,), xkfac.using_task)]
 
 
 def main() -> None:
     """Measure, and keep the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["photographs", "permuted", "cost"])
+    parser.add_argument("part", choices=["photographs", "joint", "permuted", "cost"])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--weights")
@@ -287,10 +385,13 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=50)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--output", type=Path, default=Path("results/routing"))
     options = parser.parse_args()
     record = provenance()
-    found, text = {"photographs": photographs, "permuted": permuted, "cost": cost}[options.part](options)
+    run = {"photographs": photographs, "joint": joint, "permuted": permuted, "cost": cost}[options.part]
+    found, text = run(options)
     keep(options.output / options.part, record, found, text)
 
 

@@ -32,6 +32,9 @@ class Xkfac(Peer):
         self.row = row
         self.options = {"method": "xkfac", "draws": 1, **options}
         self.once = self.options["draws"] is None
+        # An interval that adapts needs some evaluations for its length; with implicit steps it is fixed.
+        self.implicit = self.options["method"] == "fixed-bn"
+        self.warm_up = 1 if self.implicit else 3 * self.cycle
 
     def curvature(self, net: nn.Module, data: Batches) -> Any:  # noqa: D102
         import xkfac
@@ -67,10 +70,13 @@ class Xkfac(Peer):
 
         learner = xkfac.Learner(net, state)
         learner.begin(recentre=False)
+        implicit = learner.implicit(0.01, 0.9) if self.implicit else None  # as begin(loader, optimizer) does
 
         def step(x: Tensor, y: Tensor) -> None:
             net.zero_grad()
             learner.backward(F.cross_entropy(net(x), y))
+            if implicit is not None:
+                implicit.step()
 
         return step
 
@@ -410,7 +416,7 @@ class Kronfluence(Peer):
 def _rows() -> dict[str, Peer]:
     return {
         "xkfac": Xkfac("XK-FAC, one draw"),
-        "xkfac-hierarchical": Xkfac("XK-FAC, hierarchical, one draw", grouping="hierarchical"),
+        "xkfac-fixed": Xkfac("fixed BN, hierarchical: the default method, one draw", method="fixed-bn"),
         "xkfac-8": Xkfac("XK-FAC, 8 draws", draws=8),
         "xkfac-default": Xkfac("fixed BN, default: 512 draws, at most 32 per batch", method="fixed-bn", draws=None),
         "xkfac-kfac": Xkfac("K-FAC, one draw", method="kfac"),

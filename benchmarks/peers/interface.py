@@ -34,14 +34,14 @@ class Peer:
     """One row: a library with a setting.
 
     once: slow, so one batch is measured once. sampled: whether it draws labels. cycle: steps in a row that are timed
-    together, since they differ.
+    together, since they differ. warm_up: steps before these.
     """
 
     package = ""
     row = ""
     once = False
     sampled = True
-    cycle = 1
+    cycle = warm_up = 1
 
     def prepare(self, net: nn.Module) -> None:
         """Do what the library wants done to a network beforehand."""

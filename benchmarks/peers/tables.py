@@ -88,7 +88,7 @@ def losses(cost: Cost) -> str:
 
     Defaults are compared with defaults.
     """
-    ours = {"xkfac": "one draw", "xkfac-default": "default"}
+    ours = {"xkfac": "one draw", "xkfac-fixed": "one draw", "xkfac-default": "default"}
     found = []
     for net, rows in cost.items():
         for own, word in ours.items():

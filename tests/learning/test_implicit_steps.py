@@ -78,7 +78,7 @@ def test_a_strong_penalty_bears_a_learning_rate_that_diverges_without_the_optimi
     learner.begin(target())
     assert learner.stable_lr(0.9) < 0.01
     learner.close()
-    learner = Learner(model, memory, strength=STRENGTH)
+    learner = Learner(model, memory, strength=STRENGTH, damping=1e-6)
     learner.begin(target(), optimizer)
     assert learner.stable_lr(0.9) > 0.1
     steps(model, learner, optimizer, target() * 20)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import xkfac.penalty.implicit
 from tests.helpers.setups import data, mlp, randomise, target
 from xkfac import Learner, consolidate
 from xkfac.errors import NotFiniteError
@@ -116,7 +117,7 @@ def test_a_strong_penalty_takes_steps_that_would_diverge_without(made):
     lr = 0.1
     for kind in ("plain", "implicit"):
         net = copy.deepcopy(model)
-        learner = Learner(net, memory, strength=3e4, damping=1e-4, interpretation="eval")
+        learner = Learner(net, memory, strength=3e4, damping=1e-6, interpretation="eval")
         learner.begin(target())
         net[1].momentum = net[4].momentum = 0.01
         implicit = learner.implicit(lr, 0.9) if kind == "implicit" else None
@@ -166,3 +167,29 @@ def test_weights_with_their_channels_last_are_treated_alike():
     assert results[1][0].is_contiguous(memory_format=torch.channels_last)
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("made", [{"method": "kfac"}, {"grouping": "hierarchical"}])
+def test_directions_that_are_not_stiff_are_left_alone(made, monkeypatch):
+    """Along these eta ls h is at most a half, so that explicit steps are stable; all others are shortened as before."""
+    monkeypatch.setattr(xkfac.penalty.implicit, "_FIRST", 1)  # so that the number of directions has to grow
+    _, learner = started(Mixed, **made)
+    learner.strength = 3e3
+    some = learner.implicit(0.3)
+    monkeypatch.setattr(xkfac.penalty.implicit, "_STIFF", 0.0)
+    every = learner.implicit(0.3)
+    fewer = 0
+    for (_, part), (_, whole) in zip(some._groups, every._groups, strict=True):
+        if hasattr(part, "change"):
+            fewer += whole.left.shape[2] - part.left.shape[2]
+            left_out = whole.change.amin((0, 1)) >= 1 / 1.5 - 1
+            assert int((~left_out).sum()) == part.left.shape[2] > 0
+            given = torch.randn(part.left.shape[0], part.right.shape[1], part.left.shape[1], dtype=torch.float64)
+            of_some, of_every = given.clone(), given.clone()
+            part(of_some.unbind())
+            whole(of_every.unbind())
+            inside = whole.left[:, :, ~left_out]
+            torch.testing.assert_close(of_some @ inside, of_every @ inside, rtol=1e-6, atol=1e-9)
+            outside = whole.left[:, :, left_out]
+            torch.testing.assert_close(of_some @ outside, given @ outside, rtol=1e-6, atol=1e-9)
+    assert fewer > 0

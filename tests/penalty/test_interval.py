@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.helpers.setups import bare, data, mlp, move, randomise, target
 from xkfac import Balance, Learner, XkfacError, consolidate
-from xkfac.penalty.interval import LONGEST
+from xkfac.penalty.interval import IMPLICIT, LONGEST, Interval
 
 
 def begun(method="xkfac", **options):
@@ -159,7 +159,7 @@ def test_the_stable_learning_rate_is_where_k_steps_stop_to_contract(momentum, ev
         assert (torch.linalg.eigvals(both).abs().max() < 1) == stable
 
 
-@pytest.mark.parametrize(("method", "every"), [("xkfac", 1), ("fixed-bn", 4)])
+@pytest.mark.parametrize(("method", "every"), [("xkfac", 1), ("fixed-bn", IMPLICIT)])
 def test_implicit_steps_take_the_weight_of_the_interval_and_end_one_that_adapts(method, every):
     model, learner, _ = begun(penalty_every=4, strength=1e4, method=method)
     _, single, _ = begun(penalty_every=1, strength=4e4, method=method)
@@ -186,3 +186,21 @@ def test_a_state_of_another_interval_is_refused():
     _, other, _ = begun(penalty_every=2)
     with pytest.raises(XkfacError, match="penalty_every=4, and this one has 2"):
         other.load_state_dict(learner.state_dict())
+
+
+def test_captured_steps_are_whole_intervals_and_begin_with_an_evaluation():
+    interval = Interval(4)
+    assert not interval.skips()
+    interval.weight(torch.ones(1))
+    assert interval.skips()
+    interval.captures(8)  # in the middle of an interval
+    evaluates = []
+    for _ in range(8):
+        evaluates.append(not interval.skips())
+        if evaluates[-1]:
+            assert interval.weight(torch.ones(1)) == 4
+    assert evaluates == 2 * [True, False, False, False]
+    with pytest.raises(XkfacError, match="6 captured steps do not go with penalty_every=4"):
+        interval.captures(6)
+    with pytest.raises(XkfacError, match="4 captured steps do not go with an interval that adapts"):
+        Interval(None).captures(4)

@@ -12,6 +12,7 @@ from torch import nn
 import xkfac
 from xkfac import MemoryFileError, MismatchError, Router, TaskLayer, XkfacError, batch_statistics
 from xkfac.routing.density import NU, Moments, fit
+from xkfac.routing.probe import EPSILON, Probe, make_probe
 from xkfac.routing.router import PER_TASK
 
 TASKS = ("grey", "red", "loud")
@@ -77,6 +78,17 @@ def test_log_densities_are_those_of_the_distribution_written_out(rank):
         normal = 0.5 * (6 * grid.log() - grid * distance - torch.logdet(matrix) - 6 * math.log(2 * math.pi))
         expected.append(torch.trapezoid((normal + gamma).exp(), grid).log())
     torch.testing.assert_close(found.double(), torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_log_densities_of_a_task_do_not_depend_on_other_tasks():
+    torch.manual_seed(0)
+    alone, z = [], torch.randn(5, 6) * 3 + 20
+    for mean in (0.0, 20.0, 30.0):
+        moments = Moments()
+        moments.add(torch.randn(200, 6).double() + mean)
+        alone.append(fit(moments, torch.ones(6).double(), 3))
+    together = alone[0].joined(alone[1]).joined(alone[2])
+    torch.testing.assert_close(together.log_density(z), torch.cat([one.log_density(z) for one in alone], 1))
 
 
 def test_moments_do_not_depend_on_the_batches():
@@ -168,6 +180,22 @@ def test_early_features_stay_as_they_are_while_the_network_learns():
     kept = {name for name, _ in router.probe.named_parameters()}
     assert kept == {"layers.0.weight", "layers.0.bias"}  # what runs before the first BN
     assert not any(parameter.requires_grad for parameter in router.probe.parameters())
+
+
+@pytest.mark.parametrize("conv", [nn.Conv2d(3, 4, 7, 2, 3), nn.Conv2d(3, 4, 3, 1, 0)])
+def test_early_features_of_large_maps_are_of_one_position_out_of_several(conv):
+    model = nn.Sequential(conv, nn.BatchNorm2d(4), nn.ReLU()).eval()
+    x = torch.randn(2, 3, 128, 160) * 3 + 1
+    probe = make_probe(copy.deepcopy(model), x)
+    every = 2 if conv.stride == (2, 2) else 3
+    assert probe.description()["every"] == every
+    expected = []
+    for seen in (x, conv(x)[:, :, ::every, ::every]):
+        variance, mean = torch.var_mean(seen.flatten(2), 2, correction=0)
+        expected += [mean, (variance + EPSILON).log()]
+    torch.testing.assert_close(probe(x), torch.cat(expected, 1))
+    again = Probe(copy.deepcopy(model), **probe.description())
+    assert torch.equal(again(x), probe(x))
 
 
 def test_a_task_can_be_added_again_and_replaces_what_was_known():

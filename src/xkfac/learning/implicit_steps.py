@@ -48,8 +48,7 @@ class ImplicitSteps:
         self.lr, self.momentum = float(rates[0]), float(rates[1])
         self.implicit = make(self.lr, self.momentum)
         if state:  # made where the network was when the task began
-            for tensor, before in zip(self.implicit.tensors, state["tensors"], strict=True):
-                tensor.copy_(before)
+            self.implicit.load(state["tensors"])
         self._groups = groups
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 

@@ -241,6 +241,10 @@ class Learner:
         if self.balance is not None:
             self._rebalance(loss)
 
+    def captures(self, steps: int) -> None:
+        """Say, when a capture begins, that so many steps in a row, a multiple of `penalty_every`, become one graph."""
+        self._step.interval.captures(steps)
+
     def _check_step(self, loss: Tensor) -> None:
         self._check_open()
         if not self._begun:
@@ -265,7 +269,7 @@ class Learner:
     @property
     def protected(self) -> list[Tensor]:
         """The parameters that L_s depends on, which take gradients; all others, such as a new head, are free."""
-        return [parameter for parameter, _ in self._step.gradients()]
+        return self._step.parameters
 
     def implicit(self, lr: float, momentum: float = 0.0, *, rank: int = 128) -> Implicit:
         """Return what makes steps of a learning rate implicit in the penalty, where the network is now.
@@ -325,10 +329,9 @@ class Learner:
     ) -> Memory:
         """End the target task: return the memory extended by it, H <- ls * H + lt * H_t (postprocessing).
 
-        keep: `average` the factors (constant size), keep `all` terms (exact, growing), or keep so many products: where
-        there are more, the two are averaged whose average is nearest to their sum. Arguments left out are those of the
-        learner, or those the memory was made with. The learner is closed. router: gets the statistics of the task whose
-        layers are active.
+        keep: `average` the factors (constant size) or keep `all` terms (exact, growing). Arguments left out are those
+        of the learner, or those the memory was made with. The learner is closed. router: gets the statistics of the
+        task whose layers are active.
 
         Raises XkfacError where nothing has protected the past, since `objective` was never called.
         """

@@ -110,7 +110,7 @@ class FusedPenalty:
 
         With a `side` stream that covers the readings, what needs no activation runs there.
         """
-        inputs = self._inputs(readings)
+        inputs = self.inputs(readings)
         return _Fused.apply(self, readings, torch.is_grad_enabled(), side, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
     def value_and_gradients(
@@ -126,7 +126,7 @@ class FusedPenalty:
         With a `side` stream the numbers are there after its `wait`, but for the gradients in statistics, which a `Tap`
         waits for by itself.
         """
-        inputs = self._inputs(readings)
+        inputs = self.inputs(readings)
         with torch.no_grad(), torch.autocast(self._origin.device.type, enabled=False):
             statistics = self._statistics(readings, inputs)
             with nullcontext() if side is None else side.running():
@@ -138,7 +138,7 @@ class FusedPenalty:
     def undamped(self) -> Tensor:
         """Return L_s without its damping, every BN read with its population statistics."""
         with torch.no_grad(), torch.autocast(self._origin.device.type, enabled=False):
-            result = self.evaluate({}, self._inputs({}), None, False, None)
+            result = self.evaluate({}, self.inputs({}), None, False, None)
             return self.value(_Result(result.product.sub_(self._displacement, alpha=self._penalty.damping), None, None))
 
     def _from_bn(self, readings: Mapping[str, Reading]) -> list[BnReading] | None:
@@ -146,7 +146,7 @@ class FusedPenalty:
         own = [one for unit in self._merged if isinstance(one := readings.get(unit.name), BnReading)]
         return own if len(own) == len(self._merged) else None
 
-    def _inputs(self, readings: Mapping[str, Reading]) -> list[Tensor | None]:
+    def inputs(self, readings: Mapping[str, Reading]) -> list[Tensor | None]:
         """Return what L_s is a function of: the weights of all units, then the vectors, those of statistics too."""
         statistics: list[tuple[Tensor | None, Tensor | None]]
         if (own := self._from_bn(readings)) is not None:

@@ -7,15 +7,18 @@ it is stiff, and ends where the other would, since the matrix is positive defini
 
 H is taken block by block, where the parameters are. With W~ = [s w, beta + s (b - mu)] and the unit's block
 sum_k A_k (x) H_k, that of w is sum_k A_k (x) (S H_k S); it is diagonalised in the leading eigenvectors of its input
-factors and all of its gradient factors, beyond which it counts as flat. Those of gamma, beta and b are C x C matrices.
+factors and all of its gradient factors. Few of these directions are stiff; the others count as flat, which makes the
+product cheap enough for every step. Those of gamma, beta and b are C x C matrices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xkfac.curvature.blocks import Block, Diagonal, Kronecker, Term, symmetrised
@@ -23,14 +26,16 @@ from xkfac.curvature.operator import Curvature
 from xkfac.model.merged_weight import BoundUnit
 from xkfac.penalty.layout import Member
 
-_SWEEPS = 6  # of subspace iteration: leading eigenvectors need few, and for the last ones little depends on it
+_SWEEPS = 4  # of subspace iteration: leading eigenvectors need few, and for the last ones little depends on it
+_FIRST = 32  # eigenvectors that are looked for at first, and twice as many while half of them or more are stiff
+_STIFF = 0.5  # eta ls h above which a direction is stiff; explicit steps along the others are stable up to 2
 
 
 class Implicit:
     """Turns gradients of parameters that a penalty protects into those of steps that are implicit in the penalty.
 
     weight: eta * ls * strength, what the curvature is multiplied by. rank: how many directions of a unit's inputs are
-    looked at. What has no Kronecker or diagonal block, and a BN that is a unit by itself, are left as they are.
+    looked at at most. What has no Kronecker or diagonal block, and a BN that is a unit by itself, are left as they are.
     """
 
     @torch.no_grad()
@@ -45,9 +50,9 @@ class Implicit:
                 pairs += _parts_of(one, block, weight, rank, generator)
         alike: dict[tuple[Any, ...], list[tuple[Tensor, _Part]]] = {}
         for parameter, part in pairs:
-            alike.setdefault((type(part), parameter.shape, parameter.stride(), part.shape), []).append(
-                (parameter, part)
-            )
+            alone = id(parameter) if parameter.device.type == "cpu" else 0  # a GPU waits for launches, a CPU for copies
+            key = (type(part), parameter.shape, parameter.stride(), part.shape, alone)
+            alike.setdefault(key, []).append((parameter, part))
         self._groups = [
             ([parameter for parameter, _ in pairs], type(pairs[0][1]).stacked([part for _, part in pairs]))
             for pairs in alike.values()
@@ -56,27 +61,30 @@ class Implicit:
     @torch.no_grad()
     def __call__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of parameters as implicit steps have them, those of others as they are."""
-        of = {id(parameter): gradient for parameter, gradient in zip(parameters, gradients, strict=True)}
-        for members, part in self._groups:
-            if any(id(member) in of for member in members):
-                given = [of[id(member)] if id(member) in of else torch.zeros_like(member) for member in members]
-                for member, changed in zip(members, part(given), strict=True):
-                    if id(member) in of:
-                        of[id(member)] = changed
-        return [of[id(parameter)] for parameter in parameters]
+        copies = [gradient.clone() for gradient in gradients]
+        self._change({id(parameter): copy for parameter, copy in zip(parameters, copies, strict=True)})
+        return copies
 
     @torch.no_grad()
     def step(self) -> None:
         """Change `.grad` of the parameters, after a backward pass and before the optimizer's step."""
-        known = [parameter for parameter in self.parameters if parameter.grad is not None]
-        before = [parameter.grad for parameter in known if parameter.grad is not None]
-        if known:
-            torch._foreach_copy_(before, self(known, before))
+        self._change({id(one): one.grad for one in self.parameters if one.grad is not None})
+
+    def _change(self, gradients: dict[int, Tensor]) -> None:
+        for members, part in self._groups:
+            if any(id(member) in gradients for member in members):
+                part([gradients.get(id(member), torch.zeros_like(member)) for member in members])
 
     @property
     def tensors(self) -> list[Tensor]:
         """All matrices, for a checkpoint."""
         return [getattr(part, name) for _, part in self._groups for name in part.tensors]
+
+    def load(self, tensors: Sequence[Tensor]) -> None:
+        """Take the matrices of a checkpoint in place of the present ones; how many directions are stiff may differ."""
+        places = [(part, name) for _, part in self._groups for name in part.tensors]
+        for (part, name), tensor in zip(places, tensors, strict=True):
+            setattr(part, name, tensor.to(getattr(part, name)))
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -96,8 +104,8 @@ class _Scaled:
     def stacked(cls, parts: Sequence[Any]) -> _Scaled:
         return cls(torch.cat([part.values for part in parts]))
 
-    def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        return (torch.stack(list(gradients)) * self.values).unbind()
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        torch._foreach_mul_(list(gradients), list(self.values.unbind()))
 
 
 class _Mixed:
@@ -119,9 +127,10 @@ class _Mixed:
     def stacked(cls, parts: Sequence[Any]) -> _Mixed:
         return cls(torch.cat([part.matrices for part in parts]), parts[0].groups)
 
-    def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
         flat = torch.cat(list(gradients)).to(self.matrices.dtype).view(len(self.matrices), -1, 1)
-        return torch.bmm(self.matrices, flat).view(len(gradients), -1).unbind()
+        changed = torch.bmm(self.matrices, flat).view(len(gradients), -1)
+        torch._foreach_copy_(list(gradients), list(changed.unbind()))
 
 
 class _Turned:
@@ -134,7 +143,7 @@ class _Turned:
 
     def __init__(self, member: Member, left: Tensor, right: Tensor, change: Tensor) -> None:
         self.member, self.left, self.right, self.change = member, left, right, change
-        self.shape = (*left.shape, *right.shape)
+        self.shape = (*left.shape[:2], *right.shape)
 
     @classmethod
     def inverse(
@@ -144,14 +153,19 @@ class _Turned:
         columns = one.weight[0].numel()
         traces = [(_diagonal(term, columns).sum(1), _trace(right)) for term, right in terms]
         shares = [(term, share) for (term, _), (_, share) in zip(terms, traces, strict=True)]
-        left = _leading(shares, columns, rank, generator)
         whole = [share[:, None, None] * right for (_, right), (share, _) in zip(terms, traces, strict=True)]
-        right = torch.linalg.eigh(symmetrised(torch.stack(whole).sum(0).double()))[1].to(left.dtype)
-        scales = [
-            torch.einsum("gci,gcd,gdi->gi", right, of, right)[:, :, None] * _squares(term, left)[:, None, :]
-            for term, of in terms
-        ]
-        change = 1 / (1 + weight * torch.stack(scales).sum(0).clamp(min=0)) - 1
+        right = _eigenvectors(torch.stack(whole).sum(0))
+        along = [(right * torch.bmm(of, right)).sum(1)[:, :, None] for _, of in terms]
+        total, most, rank = _weighted(shares, columns), min(rank, columns), min(_FIRST, rank, columns)
+        while True:
+            left = _leading(total, columns, rank, generator)
+            scales = [own * _squares(term, left)[:, None, :] for own, (term, _) in zip(along, terms, strict=True)]
+            scale = weight * torch.stack(scales).sum(0).clamp(min=0)
+            stiff = (scale > _STIFF).any(1).any(0)
+            if rank == most or 2 * int(stiff.sum()) < rank:
+                break
+            rank = min(2 * rank, most)
+        left, change = left[:, :, stiff], 1 / (1 + scale[:, :, stiff]) - 1
         member = Member(one)
         if member.order is not None:
             left = left.index_select(1, member.order[:columns].to(left.device))
@@ -159,20 +173,29 @@ class _Turned:
 
     @classmethod
     def stacked(cls, parts: Sequence[Any]) -> _Turned:
-        whole = [torch.cat([getattr(part, name) for part in parts]) for name in cls.tensors]
-        return cls(parts[0].member, *whole)
+        rank = max(part.left.shape[2] for part in parts)  # zeros beyond a part's own directions change nothing
+        left, change = (
+            torch.cat([F.pad(getattr(part, name), (0, rank - part.left.shape[2])) for part in parts])
+            for name in ("left", "change")
+        )
+        return cls(parts[0].member, left, torch.cat([part.right for part in parts]), change)
 
-    def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        flat = torch.cat([self.member.flat(gradient) for gradient in gradients])
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        if not self.left.shape[2]:
+            return
+        flats = [self.member.flat(gradient) for gradient in gradients]
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         flat = flat.to(self.left.dtype).view(len(self.left), -1, self.left.shape[1])
         inner = torch.bmm(self.right.mT, torch.bmm(flat, self.left)).mul_(self.change)
-        changed = torch.baddbmm(flat, torch.bmm(self.right, inner), self.left.mT)
-        parts = changed.view(-1, self.left.shape[1]).chunk(len(gradients))
-        return [self.member.unflat(part).view(one.shape) for part, one in zip(parts, gradients, strict=True)]
+        flat.baddbmm_(torch.bmm(self.right, inner), self.left.mT)
+        if flat.data_ptr() != gradients[0].data_ptr():  # else it is the gradient itself
+            parts = flat.view(-1, self.left.shape[1]).chunk(len(gradients))
+            changed = [self.member.unflat(part).view(one.shape) for part, one in zip(parts, gradients, strict=True)]
+            torch._foreach_copy_(list(gradients), changed)
 
 
 _Part = _Scaled | _Mixed | _Turned
-"""A symmetric matrix on the gradient of one parameter, or on those of several parameters of one shape."""
+"""A symmetric matrix that changes the gradient of one parameter, or those of several of one shape, in place."""
 
 
 def _parts_of(
@@ -200,6 +223,7 @@ def _parts_of(
     pairs: list[tuple[Tensor, _Part]] = [(one.weight, _Turned.inverse(one, terms, weight, rank, generator))]
     if not one.unit.homogeneous:
         return pairs
+    affine = affine and one.norm.weight.requires_grad  # a fixed BN takes no steps
     last = [_diagonal(term, columns)[:, -1, None, None] for term in block.terms]
     if one.bias is not None:
         total = torch.stack([a * right for a, (_, right) in zip(last, terms, strict=True)]).sum(0)
@@ -250,19 +274,35 @@ def _squares(term: Term, vectors: Tensor) -> Tensor:
     return (vectors * _times(term, vectors)).sum(1)
 
 
-def _leading(terms: Sequence[tuple[Term, Tensor]], columns: int, rank: int, generator: torch.Generator) -> Tensor:
-    """Return leading eigenvectors [groups, columns, r] of sum_k share_k A_k, by subspace iteration."""
-    like = terms[0][0].right
-    rank = min(rank, columns)
+def _weighted(terms: Sequence[tuple[Term, Tensor]], columns: int) -> list[Term]:
+    """Return the leading part of sum_k share_k A_k, shares of sum 1, as one dense term and those of low rank."""
+    shares = torch.stack([share for _, share in terms]).clamp(min=0)
+    shares = (shares / shares.sum(0).clamp(min=torch.finfo(shares.dtype).tiny))[:, :, None, None]
+    pairs = [(term, share) for (term, _), share in zip(terms, shares, strict=True)]
+    result = [replace(term, left=share.sqrt() * term.left[:, :, :columns]) for term, share in pairs if term.low_rank]
+    dense = [(term.left[:, :columns, :columns], share) for term, share in pairs if not term.low_rank]
+    if dense:
+        total = dense[0][0] * dense[0][1]
+        for left, share in dense[1:]:
+            total.addcmul_(left, share)
+        result.append(replace(pairs[0][0], left=total, low_rank=False))
+    return result
+
+
+def _leading(terms: Sequence[Term], columns: int, rank: int, generator: torch.Generator) -> Tensor:
+    """Return leading eigenvectors [groups, columns, rank] of the sum of some A, by subspace iteration."""
+    like = terms[0].left
     start = torch.randn(len(like), columns, rank, generator=generator, dtype=torch.float64)
     vectors: Tensor = torch.linalg.qr(start.to(like))[0]
-    shares = torch.stack([share for _, share in terms]).clamp(min=0)
-    shares = shares / shares.sum(0).clamp(min=torch.finfo(like.dtype).tiny)
-    for sweep in range(_SWEEPS if rank < columns else 1):
-        image = torch.stack([s[:, None, None] * _times(t, vectors) for s, (t, _) in zip(shares, terms, strict=True)])
-        image = image.sum(0)
-        if sweep == _SWEEPS - 1 or rank == columns:  # within the subspace, its own eigenvectors
-            turn: Tensor = torch.linalg.eigh(symmetrised(torch.bmm(vectors.mT, image).double()))[1]
-            return torch.bmm(vectors, turn.to(vectors))
-        vectors = torch.linalg.qr(image)[0]
-    return vectors
+    for _ in range(_SWEEPS - 1 if rank < columns else 0):
+        vectors = torch.linalg.qr(torch.stack([_times(term, vectors) for term in terms]).sum(0))[0]
+    image = torch.stack([_times(term, vectors) for term in terms]).sum(0)
+    return torch.bmm(vectors, _eigenvectors(torch.bmm(vectors.mT, image)))  # its own ones within the subspace
+
+
+def _eigenvectors(matrix: Tensor) -> Tensor:
+    """Return those of symmetric matrices [n, C, C] as columns; in float64 where that takes little time."""
+    dtype = torch.float64 if matrix.shape[1] <= 512 else matrix.dtype
+    scale = _trace(matrix).clamp(min=torch.finfo(matrix.dtype).tiny)[:, None, None]  # small numbers would underflow
+    vectors: Tensor = torch.linalg.eigh(symmetrised((matrix / scale).to(dtype)))[1]
+    return vectors.to(matrix.dtype)

@@ -12,7 +12,7 @@ from xkfac.errors import XkfacError
 LONGEST = 8
 """Steps at most between two evaluations where the interval follows from the steps."""
 
-IMPLICIT = 4
+IMPLICIT = 8
 """Steps between two evaluations where steps are implicit and read no statistics of mini-batches: these would need 1."""
 
 _TOO_LONG, _SHORT = 0.9, 0.98  # cosines of gradients of two evaluations in a row, below and above which k changes
@@ -34,17 +34,29 @@ class Interval:
         self.adapts = every is None
         self.every = every or 1
         self._left = self._in_a_row = 0
+        self._captured = 1
         self._before: Tensor | None = None
 
     def skips(self) -> bool:
         """Count a step, and return whether it goes without the penalty."""
-        if self.every > 1 and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if self._captured % self.every and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise XkfacError(
-                "a captured step would evaluate the penalty in all of its replays or in none; make the Learner with "
+                f"a captured step would evaluate the penalty in all of its replays or in none; capture {self.every} "
+                f"steps in a row as one graph, after learner.captures({self.every}), or make the Learner with "
                 "penalty_every=1"
             )
         self._left -= 1
         return self._left >= 0
+
+    def captures(self, steps: int) -> None:
+        """Expect that many steps in a row to be captured as one CUDA graph, the first of which evaluates the penalty.
+
+        Raises XkfacError where replays of them would not be whole intervals.
+        """
+        if self.adapts or steps % self.every:
+            every = "an interval that adapts" if self.adapts else f"penalty_every={self.every}"
+            raise XkfacError(f"{steps} captured steps do not go with {every}; make the Learner with penalty_every=1")
+        self._captured, self._left = steps, 0
 
     def weight(self, gradient: Tensor) -> int:
         """Return k for a step that evaluates the penalty and has found dL_s/dW~, a flat tensor."""

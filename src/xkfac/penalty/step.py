@@ -43,6 +43,7 @@ class PenalisedStep:
         every: int | None,
     ) -> None:
         device = device_of(model)
+        self._follows = every is None
         if every is None and (device.type != "cpu" or (dist.is_available() and dist.is_initialized())):
             every = 1  # to look at gradients would synchronise the device, and processes would not decide alike
         self.interval = Interval(every)
@@ -121,6 +122,13 @@ class PenalisedStep:
         """Return L_s without its damping, every BN read with its population statistics."""
         return self._zero if self._fused is None else self._fused.undamped()
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that L_s depends on, but for those that stay fixed."""
+        inputs = [] if self._fused is None else self._fused.inputs({})
+        known = [one for one in inputs if one is not None and one.requires_grad and one.is_leaf]
+        return [one for one in known if id(one) not in self._fixed]
+
     def gradients(self, implicit: Implicit | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters that L_s depends on, each with the gradient in it under population statistics."""
         if self._fused is None:
@@ -134,7 +142,7 @@ class PenalisedStep:
 
     def implicit(self, weight: float, rank: int) -> Implicit:
         """Return what makes steps implicit in `weight` times L_s; an interval that adapts becomes a fixed one."""
-        if self.interval.adapts:
+        if self._follows:
             self.interval = Interval(self._implicit_every)
         return Implicit(self.quadratic.curvature, self.bound.values(), weight * self.interval.every, rank)
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NU = 4.0
-FLOOR = 0.1  # variance added to every feature, for features whose mean variance in the first task is one
+NU = 30.0
+FLOOR = 0.01  # variance added to every feature, for features whose mean variance in the first task is one
 
 
 class Moments:

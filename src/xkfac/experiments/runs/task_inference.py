@@ -66,12 +66,12 @@ def measure_heads(routers: Mapping[By, Router], model: nn.Module, task: int, tes
         for by, router in routers.items():
             scores[by].append(router.scores(x))
     answers = torch.cat(right)
-    found = {by: _assigned(router, task, torch.cat(scores[by]), answers) for by, router in routers.items()}
+    found = {by: assigned(router, task, torch.cat(scores[by]), answers) for by, router in routers.items()}
     entry = {"given": _percent(answers), **found[first]}
     return {**entry, "others": {by: found[by] for by in others}} if others else entry
 
 
-def _assigned(router: Router, task: int, scores: Tensor, right: Tensor) -> dict[str, Any]:
+def assigned(router: Router, task: int, scores: Tensor, right: Tensor) -> dict[str, Any]:
     """Return what becomes of images with these scores [N, T], of which these are answered right by their own task."""
     taken = router.log_posterior(scores).argmax(1)
     order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(0)).to(scores.device)

@@ -177,7 +177,7 @@ class Stepper:
         if self._graph is None:
             self._order = order.to(self._device)
             self._steps = max(n for n in range(1, self._in_a_row + 1) if len(order) % n == 0)
-            self._graph = captured(lambda: self._next(self._steps), warm_up=self._warm_up, changed=self._changing())
+            self._graph = captured(self._row, warm_up=self._warm_up, changed=self._changing())
         self._order.copy_(order)
         self._place.zero_()
         for _ in range(len(order) // self._steps):
@@ -186,6 +186,11 @@ class Stepper:
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record()
         done.synchronize()
+
+    def _row(self) -> None:
+        if self.learner is not None:
+            self.learner.captures(self._steps)
+        self._next(self._steps)
 
     def _next(self, steps: int) -> None:
         """Take the batches of a row of steps from the epoch's order, and do them."""
