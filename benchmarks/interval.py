@@ -107,7 +107,7 @@ def main() -> None:
             mean = f"{statistics.fmean(accuracies):.2f} | {statistics.median(ratios):.2f}"
             lines.append(f"| {name} | {each} | {mean} |")
             print(lines[-1], flush=True)
-    keep(options.output, record, results, "\n".join(lines))
+        keep(options.output, record, results, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ torch.manual_seed(0)
 trees = (find_tree(name, args.data) for name in (args.source, args.target))
 read = {"pixels": args.pixels, "resize": "squash", "validation": 0.1}
 source, target = (load_pictures(tree, **read).to(args.device) for tree in trees)
-held_out_source_loader, target_loader = loader(source.train), loader(target.train, training=True)
+held_out_source_loader = loader(source.train)
+target_loader, held_out_target_loader = loader(target.train, training=True), loader(target.validation)
 
 model = library_model(args.model, num_classes=len(source.classes))
 model.load_state_dict(load_file(args.weights or args.data / f"{args.model}-imagenet-128.safetensors"))
@@ -91,7 +92,7 @@ for epoch in range(args.epochs):
         optimizer.step()
     schedule.step()
     print(f"epoch {epoch + 1}: loss {loss.item():.3f}", flush=True)
-memory = learner.finish(target_loader)  # the memory of both tasks
+memory = learner.finish(held_out_target_loader)  # the memory of both tasks
 
 after = accuracy("source", source.test), accuracy("target", target.test)
 for name, old, new in zip(("source", "target"), before, after, strict=True):

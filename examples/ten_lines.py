@@ -10,7 +10,7 @@ import xkfac
 
 torch.manual_seed(0)
 source, held_out_source_loader, source_test = loaders(*images(task=0))
-target_loader, _, target_test = loaders(*images(task=1))
+target_loader, held_out_target_loader, target_test = loaders(*images(task=1))
 model = network()
 fine_tune(model, source, epochs=8)
 before = accuracy(model, source_test)
@@ -33,7 +33,7 @@ for _ in range(5):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-memory = learner.finish(target_loader)  # the memory of both tasks
+memory = learner.finish(held_out_target_loader)  # the memory of both tasks
 
 forgetful, kept = accuracy(unprotected, source_test), accuracy(model, source_test)
 print(f"source before {before:.1f}%, after fine-tuning {forgetful:.1f}%, with xkfac {kept:.1f}%")

@@ -60,8 +60,7 @@ def from_plain(hint: Any, value: Any, what: str) -> Any:
     if kind in (Union, UnionType):
         if value is None and NoneType in arguments:
             return None
-        inner = [one for one in arguments if one is not NoneType]
-        return from_plain(int if int in inner and type(value) is int else inner[0], value, what)
+        return from_plain(next(one for one in arguments if one is not NoneType), value, what)
     if kind in (tuple, list):
         return kind(_items(kind, arguments, value, what))
     if kind in (dict, Mapping):

@@ -50,9 +50,9 @@ class Implicit:
                 pairs += _parts_of(one, block, weight, rank, generator)
         alike: dict[tuple[Any, ...], list[tuple[Tensor, _Part]]] = {}
         for parameter, part in pairs:
-            alike.setdefault((type(part), parameter.shape, parameter.stride(), part.shape), []).append(
-                (parameter, part)
-            )
+            alone = id(parameter) if parameter.device.type == "cpu" else 0  # a GPU waits for launches, a CPU for copies
+            key = (type(part), parameter.shape, parameter.stride(), part.shape, alone)
+            alike.setdefault(key, []).append((parameter, part))
         self._groups = [
             ([parameter for parameter, _ in pairs], type(pairs[0][1]).stacked([part for _, part in pairs]))
             for pairs in alike.values()
@@ -61,22 +61,19 @@ class Implicit:
     @torch.no_grad()
     def __call__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of parameters as implicit steps have them, those of others as they are."""
-        of = {id(parameter): gradient for parameter, gradient in zip(parameters, gradients, strict=True)}
-        for members, part in self._groups:
-            if any(id(member) in of for member in members):
-                given = [of[id(member)] if id(member) in of else torch.zeros_like(member) for member in members]
-                for member, changed in zip(members, part(given), strict=True):
-                    if id(member) in of:
-                        of[id(member)] = changed
-        return [of[id(parameter)] for parameter in parameters]
+        copies = [gradient.clone() for gradient in gradients]
+        self._change({id(parameter): copy for parameter, copy in zip(parameters, copies, strict=True)})
+        return copies
 
     @torch.no_grad()
     def step(self) -> None:
         """Change `.grad` of the parameters, after a backward pass and before the optimizer's step."""
-        known = [parameter for parameter in self.parameters if parameter.grad is not None]
-        before = [parameter.grad for parameter in known if parameter.grad is not None]
-        if known:
-            torch._foreach_copy_(before, self(known, before))
+        self._change({id(one): one.grad for one in self.parameters if one.grad is not None})
+
+    def _change(self, gradients: dict[int, Tensor]) -> None:
+        for members, part in self._groups:
+            if any(id(member) in gradients for member in members):
+                part([gradients.get(id(member), torch.zeros_like(member)) for member in members])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -107,8 +104,8 @@ class _Scaled:
     def stacked(cls, parts: Sequence[Any]) -> _Scaled:
         return cls(torch.cat([part.values for part in parts]))
 
-    def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        return (torch.stack(list(gradients)) * self.values).unbind()
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        torch._foreach_mul_(list(gradients), list(self.values.unbind()))
 
 
 class _Mixed:
@@ -130,9 +127,10 @@ class _Mixed:
     def stacked(cls, parts: Sequence[Any]) -> _Mixed:
         return cls(torch.cat([part.matrices for part in parts]), parts[0].groups)
 
-    def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
         flat = torch.cat(list(gradients)).to(self.matrices.dtype).view(len(self.matrices), -1, 1)
-        return torch.bmm(self.matrices, flat).view(len(gradients), -1).unbind()
+        changed = torch.bmm(self.matrices, flat).view(len(gradients), -1)
+        torch._foreach_copy_(list(gradients), list(changed.unbind()))
 
 
 class _Turned:
@@ -182,19 +180,22 @@ class _Turned:
         )
         return cls(parts[0].member, left, torch.cat([part.right for part in parts]), change)
 
-    def __call__(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
         if not self.left.shape[2]:
-            return gradients
-        flat = torch.cat([self.member.flat(gradient) for gradient in gradients])
+            return
+        flats = [self.member.flat(gradient) for gradient in gradients]
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         flat = flat.to(self.left.dtype).view(len(self.left), -1, self.left.shape[1])
         inner = torch.bmm(self.right.mT, torch.bmm(flat, self.left)).mul_(self.change)
-        changed = torch.baddbmm(flat, torch.bmm(self.right, inner), self.left.mT)
-        parts = changed.view(-1, self.left.shape[1]).chunk(len(gradients))
-        return [self.member.unflat(part).view(one.shape) for part, one in zip(parts, gradients, strict=True)]
+        flat.baddbmm_(torch.bmm(self.right, inner), self.left.mT)
+        if flat.data_ptr() != gradients[0].data_ptr():  # else it is the gradient itself
+            parts = flat.view(-1, self.left.shape[1]).chunk(len(gradients))
+            changed = [self.member.unflat(part).view(one.shape) for part, one in zip(parts, gradients, strict=True)]
+            torch._foreach_copy_(list(gradients), changed)
 
 
 _Part = _Scaled | _Mixed | _Turned
-"""A symmetric matrix on the gradient of one parameter, or on those of several parameters of one shape."""
+"""A symmetric matrix that changes the gradient of one parameter, or those of several of one shape, in place."""
 
 
 def _parts_of(
