@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from xkfac.curvature.input_moments import Level
 from xkfac.curvature.moments import GROUPINGS, KFAC, Form, Grouping
 from xkfac.errors import XkfacError
 from xkfac.model.passes import Statistics
+from xkfac.plain_values import Positive, check_fields
 
 CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
 Labels = Literal["sampled", "exact", "empirical"]
@@ -42,26 +43,12 @@ class Settings:
     form: Form = "mean"
     grouping: Grouping = "paper"
     labels: Labels = "sampled"
-    draws: int | None = None
+    draws: Positive | None = None
     statistics: Statistics = "batch"
     cross_layer: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("kind", get_args(CurvatureKind)),
-            ("form", get_args(Form)),
-            ("grouping", get_args(Grouping)),
-            ("labels", get_args(Labels)),
-            ("statistics", get_args(Statistics)),
-        ):
-            if getattr(self, name) not in choices:
-                raise XkfacError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}")
-        if self.draws is not None and not isinstance(self.draws, int):
-            raise XkfacError(f"draws is {self.draws!r}; it must be a whole number, or None")
-        if self.draws is not None and self.draws < 1:
-            raise XkfacError(f"draws must be at least 1, not {self.draws}")
-        if not isinstance(self.cross_layer, bool):
-            raise XkfacError(f"cross_layer is {self.cross_layer!r}; it must be True or False")
+        check_fields(self, XkfacError)
         if self.draws is not None and self.labels != "sampled":
             raise XkfacError(f"draws={self.draws} goes with labels='sampled', not '{self.labels}'")
         for name in ("form", "grouping"):

@@ -23,7 +23,6 @@ from typing import Annotated, Any, Literal
 
 from xkfac.errors import nearest
 from xkfac.experiments.recipes.toml_tables import (
-    Amount,
     Count,
     Positive,
     RecipeError,
@@ -34,7 +33,7 @@ from xkfac.experiments.recipes.toml_tables import (
     write_value,
 )
 from xkfac.methods import METHODS, Method, get_method
-from xkfac.plain_values import Range
+from xkfac.plain_values import Amount, Range
 
 DataSet = Literal["mnist", "digits"]
 Norm = Literal["bn", "brn", "none"]
@@ -51,6 +50,7 @@ _PENALISED_ONLY = (
     *_READING,
 )
 _PERCEPTRON_ONLY = ("norm", "widths", "at")
+Momentum = Annotated[float, Range("above 0 and at most 1", lambda value: 0 < value <= 1)]
 Widths = Annotated[
     tuple[int, ...],
     Range(
@@ -184,7 +184,7 @@ class Line:
     steady: bool = False
     implicit: bool = False
     head_epochs: Count = 0
-    bn_momentum: Annotated[float, Range("above 0 and at most 1", lambda value: 0 < value <= 1)] | None = None
+    bn_momentum: Momentum | None = None
     balance: bool = False
     balance_every: Positive = 10
     curvature: Mapping[str, Any] = field(default_factory=dict)

@@ -29,7 +29,6 @@ def number(least: float, below: float = math.inf) -> Range:
 
 Count = Annotated[int, whole(0)]
 Positive = Annotated[int, whole(1)]
-Amount = Annotated[float, number(0)]
 Share = Annotated[float, number(0, 1)]
 
 
