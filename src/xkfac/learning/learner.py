@@ -38,8 +38,8 @@ class Learner:
     imp_hyp). strength: a factor on the penalty alone, by default the scale that `calibrate` measured, or 1 without it.
     bn_momentum: how fast the running statistics of shared BN follow the target, from `begin` to `finish`; by default
     BN's own momentum. 0.01 keeps deep networks much better, small ones that take few steps worse. balance: adaptive
-    alpha_s, alpha_t. penalty_every: k, to evaluate the penalty in every k-th step with k-fold weight; by default 1, on a
-    CPU between 1 and 8 as steps allow, and 8 where they are `implicit` and read no mini-batch statistics. forward,
+    alpha_s, alpha_t. penalty_every: k, to evaluate the penalty in every k-th step with k-fold weight; by default 1, on
+    a CPU between 1 and 8 as steps allow, and 8 where they are `implicit` and read no mini-batch statistics. forward,
     exclude: how the model takes a batch of the target, and what is left out of its units, where not as in the memory.
 
     BN layers carry hooks from here on until `finish` or `close`. Make the learner before the first call of a compiled
