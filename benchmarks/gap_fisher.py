@@ -183,7 +183,7 @@ class KroneckerSum:
         else:
             new = Curvature({name: joint.own_block(place) for place, name in enumerate(names)})
         if self.curvature is not None:
-            new = self.curvature.extend(new, 1.0, 1.0, homogeneous=names, keep=None if self.keep else 1)
+            new = self.curvature.extend(new, 1.0, 1.0, homogeneous=names, keep_all=self.keep)
         self.curvature = new
         # All terms of a block as one, a group each: three products in place of three per task.
         self._stacked = [_stacked(block) for block in new.blocks.values() if isinstance(block, Kronecker)]

@@ -324,7 +324,7 @@ def start(case: Case) -> tuple[dict[str, Tensor], list[Run]]:
 def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> list[Run]:
     """Return the runs of one curvature and one treatment of BN over all strengths, the calibrated one last."""
     torch.set_num_threads(1)
-    _, kept, old, target, new = case.data()
+    train, kept, old, target, new = case.data()
     source = network().to(case.device)
     source.load_state_dict(weights)
     held_out = list(batches(kept, case.seed))[:60]
@@ -332,7 +332,7 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
     if f"{curvature}/{bn}" in case.calibrated:
         memory = xkfac.calibrate(source, memory, held_out, seed=case.seed)
     strengths = [*case.strengths, *([memory.calibration.scale] if memory.calibration is not None else [])]
-    runs = []
+    together, runs = tuple(torch.cat(pair) for pair in zip(kept, train, strict=True)), []
     for place, strength in enumerate(strengths):
         net = copy.deepcopy(source)
         learner = xkfac.Learner(net, memory, strength=strength)
@@ -344,7 +344,7 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
         learner.close()
         found = measured(net, source, old, new, bn)
         for by in ("early", "source") if bn == "own" and case.routers else ():
-            found |= inferences(inferred(net, source, kept, target, by), by, old, new)
+            found |= inferences(inferred(net, source, together, target, by), by, old, new)
         runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found, place == len(case.strengths)))
         print(f"{case.pair} {curvature}/{bn} x{strength:g}, seed {case.seed}: {found}", flush=True)
     return runs

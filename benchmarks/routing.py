@@ -46,12 +46,10 @@ from xkfac.routing.router import PER_TASK, By
 TREES = {"imagenet": "imagenet1000-128", "birds": "cub200-128", "cars": "cars196-128", "flowers": "flowers102-128"}
 Batches = list[tuple[Tensor, Tensor]]
 BATCH = 32
-SHRINK = 1.0
 STATISTICS = 40  # batches that BN's statistics, and accuracies with them, are of
 
 
 def numbers_per_task(router: xkfac.Router) -> int:
-    """Return how many numbers are kept of a task, beside its layers."""
     return sum(getattr(router, name)[0].numel() for name in PER_TASK)
 
 
@@ -89,7 +87,6 @@ def estimate_statistics(net: nn.Module, batches: Batches) -> None:
 
 @torch.no_grad()
 def features_of(net: ManyHeaded, batches: Batches) -> tuple[Tensor, Tensor]:
-    """Return the features [N, F] and labels [N] of batches, with the layers that are active."""
     return torch.cat([net.trunk(x) for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
@@ -162,7 +159,7 @@ def over_all_classes(source: dict[str, Any], classes: dict[str, int]) -> dict[st
         owners += [(place, label) for label in seen.tolist()]
         centred.append((features - of_task[labels]).double())
     covariance = sum(one.T @ one / len(one) for one in centred) / len(centred)
-    covariance += SHRINK * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
+    covariance += covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
     whiten = torch.linalg.inv(torch.linalg.cholesky(covariance)).T.float()
     centres, owner, rows = torch.cat(means), torch.tensor(owners), {}
     for name, unit in (("nearest class mean", torch.eye(len(whiten)).to(whiten)), ("the same, whitened", whiten)):
@@ -179,7 +176,7 @@ def percent(flags: Tensor) -> float:
 
 
 def shares(tasks: Tensor, count: int) -> list[float]:
-    return (100 * tasks.bincount(minlength=count) / len(tasks)).tolist()
+    return [percent(tasks == task) for task in range(count)]
 
 
 @torch.no_grad()
@@ -213,16 +210,20 @@ def photograph_table(rows: dict[str, Any], statistics_of: dict[str, float]) -> s
 def routing_table(rows: dict[str, Any]) -> str:
     """Return a table of the share of images taken for those of their task, and of accuracies."""
     names = list(TREES)
-    lines = ["| | " + " | ".join(f"{task}: right, 32 together" for task in names) + " | task given | inferred | mean |"]
-    lines.append("|---" * (len(names) + 4) + "|")
+    lines = [
+        "| | "
+        + " | ".join(f"{task}: right, 32 together" for task in names)
+        + " | task given | mean | inferred | mean |"
+    ]
+    lines.append("|---" * (len(names) + 5) + "|")
     for name, row in rows.items():
         cells = [
             ", ".join(f"{row[task][key][place]:.1f}" for key in ("taken", "together") if key in row[task])
             for place, task in enumerate(names)
         ]
-        given = ", ".join(f"{row[task]['given']:.1f}" for task in names if "given" in row[task])
-        inferred = [row[task]["inferred"] for task in names]
-        cells += [given, ", ".join(f"{one:.1f}" for one in inferred), f"{statistics.fmean(inferred):.1f}"]
+        for key in ("given", "inferred"):
+            values = [row[task][key] for task in names if key in row[task]]
+            cells += [", ".join(f"{one:.1f}" for one in values), f"{statistics.fmean(values):.1f}" if values else ""]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -350,7 +351,7 @@ def cost(options: argparse.Namespace) -> tuple[Any, str]:
         for by in ("early", "last", "source"):
             router = xkfac.Router(net, by, using=using)
             for place, task in enumerate(tasks):
-                router.add_task(task, [x + 0.3 * place])
+                router.add_task(task, [x[:8] + 0.3 * place])
             last = x + 0.3 * (count - 1)
             runs = [lambda f=f, z=z: f(z) for f, z in ((net, x), (router, x), (router, last), (router, mixed))]
             ratios = times_plain(runs, options.device, options.turns)

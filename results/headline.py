@@ -65,7 +65,7 @@ def from_run(spec):
             if (top := ceilings(entries([run]), [spec["task"]]).get(spec["task"])) is not None:
                 return spread(list(top.accuracies.values())), sorted(top.accuracies)
         elif spec["line"] in run.lines:
-            return _of_line(spec, run), [job.seed for job in run.lines[spec["line"]].jobs if job.done]
+            return _of_line(spec, run), [job.seed for job in run.lines[spec["line"]].jobs if job.accuracy]
     if spec["line"] == "ceiling":  # the source has none
         return None, []
     raise SystemExit(
@@ -78,7 +78,8 @@ def _of_line(spec, run):
     if "before" in spec:
         return spread([job.accuracy[list(job.tasks).index(spec["before"])][0] for job in line.jobs])
     if spec.get("average", True) is not True:
-        return line.curve(JobResult.average_accuracy)[spec["average"] - 1]
+        curve = line.curve(JobResult.average_accuracy)
+        return curve[spec["average"] - 1] if spec["average"] <= len(curve) else None
     (tables,) = image_tables([run])
     (own,) = (own for own in tables.lines if own.entry.name == spec["line"])
     if "task" in spec or "average" in spec:

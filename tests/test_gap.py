@@ -128,8 +128,8 @@ def test_factors_are_those_of_the_library(gap, fisher):
         v = torch.randn(shape.count, dtype=torch.float64)
         names = theirs[0].joint_units if cross else list(theirs[0].blocks)
         displacement = {name: layer[None] for name, layer in zip(names, shape.layers(v), strict=True)}
-        for each, keep in ((ours, 1), (kept, None)):
-            curvature = theirs[0].extend(theirs[1], 1.0, 1.0, homogeneous=names, keep=keep)
+        for each, keep_all in ((ours, False), (kept, True)):
+            curvature = theirs[0].extend(theirs[1], 1.0, 1.0, homogeneous=names, keep_all=keep_all)
             product = curvature.product(displacement)
             expected = torch.cat([product[name].flatten() for name in names])
             torch.testing.assert_close(each.product(v), expected)

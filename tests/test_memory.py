@@ -102,7 +102,7 @@ def test_extend_averages_the_factors_across_layers(variant):
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
 def test_extend_with_all_terms_is_the_exact_weighted_sum(kind, variant):
     net, memory, new = two_tasks(kind, variant)
-    extended = memory.extend(net, new, weights=(OWN, OTHERS), keep=None)
+    extended = memory.extend(net, new, weights=(OWN, OTHERS), keep_all=True)
     for name, block in blocks_of(extended).items():
         a = blocks_of(memory)[name].dense()
         b = (new.curvature.joint if name == "joint" else new.curvature.blocks[name]).dense()
@@ -136,7 +136,7 @@ def test_averaged_corrected_blocks_hold_the_sums_diagonal_in_the_new_basis(kind)
             torch.testing.assert_close(block.scales[group].mT.flatten(), diagonal)
     assert seen >= 3
     with pytest.raises(xkfac.XkfacError, match="corrected curvature cannot keep all terms"):
-        memory.extend(net, new, weights=(OWN, OTHERS), keep=None)
+        memory.extend(net, new, weights=(OWN, OTHERS), keep_all=True)
 
 
 def test_extend_anchors_at_the_network_and_counts():

@@ -33,9 +33,7 @@ def test_saved_memories_come_back_exactly(tmp_path, kind, variant, dtype):
     assert_equal(loaded, memory)
     new = consolidated(net, second, variant)
     new = Estimate(new.curvature, new.coverage, new.examples)
-    extended = memory.extend(
-        net, new, weights=(0.5, 0.5), keep=None if variant in ("xkfac", "cross-layer", "kfac") else 1
-    )
+    extended = memory.extend(net, new, weights=(0.5, 0.5), keep_all=variant in ("xkfac", "cross-layer", "kfac"))
     extended.save(tmp_path / "memory")
     assert_equal(Memory.load(tmp_path / "memory", net), extended)
 
@@ -68,7 +66,7 @@ def test_terms_that_share_a_root_are_saved(tmp_path):
     net, data, _ = make("conv")
     memory = consolidated(net, data, "xkfac")
     same = Estimate(memory.curvature, memory.coverage, memory.examples)
-    extended = memory.extend(net, same, weights=(0.5, 0.5), keep=None)
+    extended = memory.extend(net, same, weights=(0.5, 0.5), keep_all=True)
     extended.save(tmp_path / "memory")
     assert_equal(Memory.load(tmp_path / "memory"), extended)
 
@@ -324,6 +322,7 @@ CONTRADICTIONS = {
     "another block": lambda d, t: d["blocks"].update({"0": "diagonal"}),
     "blocks as a list": lambda d, t: d.update(blocks=[]),
     "unknown setting": lambda d, t: d["method"]["settings"].update(magic=1),
+    "weights with noise": lambda d, t: d["method"]["settings"].update(noise=0.2),
     "bad setting": lambda d, t: d["method"]["settings"].update(kind="magic"),
     "draws that are true": lambda d, t: d["method"]["settings"].update(draws=True),
     "method without a penalty": lambda d, t: d["method"].update(penalised=False),
@@ -391,6 +390,14 @@ def test_a_header_that_does_not_fit_its_tensors_is_refused(tmp_path, contents, c
     ) as caught:
         Memory.load(tmp_path / "memory")
     assert "\n" not in str(caught.value)
+
+
+def test_a_header_that_says_there_is_no_noise_is_read(tmp_path, contents):
+    description, tensors = contents("xkfac", "mlp")
+    files.write(tmp_path / "plain", description, tensors)
+    description["method"]["settings"]["noise"] = 0.0
+    files.write(tmp_path / "noise", description, tensors)
+    assert_equal(Memory.load(tmp_path / "noise"), Memory.load(tmp_path / "plain"))
 
 
 @pytest.fixture(scope="module")

@@ -140,15 +140,15 @@ def test_what_is_no_option_is_refused_with_all_that_are(name):
     [
         ("interpretation", "train", "interpretation is 'train'; it must be one of bn, brn, const, eval"),
         ("kind", "hessian", "kind is 'hessian'; it must be one of xkfac, kfac, diagonal, corrected"),
-        ("form", "papers", "form is 'papers'; it must be one of paper, mean"),
+        ("form", "papers", "form is 'papers' \\(did you mean 'paper'\\?\\); it must be one of paper, mean"),
         ("grouping", "none", "grouping is 'none'; it must be one of paper, pooled, hierarchical"),
         ("labels", "true", "labels is 'true'; it must be one of sampled, exact, empirical"),
         ("statistics", "running", "statistics is 'running'; it must be one of batch, population"),
         ("draws", 0, "draws must be at least 1, not 0"),
-        ("recentre", "no", "recentre is 'no'; it must be True or False"),
-        ("merge", None, "merge is None; it must be True or False"),
-        ("own_bn", 1, "own_bn is 1; it must be True or False"),
-        ("fixed_bn", 1, "fixed_bn is 1; it must be True or False"),
+        ("recentre", "no", "recentre is 'no'; it must be true or false"),
+        ("merge", None, "merge is None; it must be true or false"),
+        ("own_bn", 1, "own_bn is 1; it must be true or false"),
+        ("fixed_bn", 1, "fixed_bn is 1; it must be true or false"),
     ],
 )
 def test_bad_values_are_refused(option, value, sentence):

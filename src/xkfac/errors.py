@@ -33,7 +33,7 @@ class XkfacWarning(UserWarning):
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a remark that suggests the nearest known name, if one is near."""
     names = list(known) if len(name) <= _LONGEST_WORD else []
-    close = difflib.get_close_matches(name, names, 1, 0.5) or difflib.get_close_matches(name.lower(), names, 1)
+    close = difflib.get_close_matches(name, names, 1) or difflib.get_close_matches(name.lower(), names, 1)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 

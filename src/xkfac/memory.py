@@ -86,12 +86,13 @@ class Memory:
             exclude=tuple(dict.fromkeys([*self.exclude, *patterns])),
         )
 
-    def extend(self, model: nn.Module, new: Estimate, *, weights: tuple[float, float], keep: int | None = 1) -> Memory:
+    def extend(
+        self, model: nn.Module, new: Estimate, *, weights: tuple[float, float], keep_all: bool = False
+    ) -> Memory:
         """Return the memory of one task more: H <- ls * H + lt * H_t for weights (ls, lt), anchored at `model`.
 
-        At most `keep` tasks have Kronecker products of their own; further ones are averaged into products that have
-        the trace of the weighted sum (see `curvature.averaging`). None keeps all. A unit of one side alone counts zero
-        on the other.
+        Two terms become one Kronecker product that has the trace of their weighted sum (see
+        `curvature.averaging`), or with `keep_all` all are kept; a unit of one side alone counts zero on the other.
 
         Raises MismatchError when a unit was found in another shape, or made of other parts, than before.
         """
@@ -105,7 +106,7 @@ class Memory:
         homogeneous = {unit.name for unit in units.values() if unit.homogeneous}
         before = self.curvature.to(device_of(unwrap(model)))
         with full_precision(device_of(unwrap(model))):
-            extended = before.extend(new.curvature, *weights, keep=keep, homogeneous=homogeneous)
+            extended = before.extend(new.curvature, *weights, keep_all=keep_all, homogeneous=homogeneous)
         anchor, curvature = _uniform(_anchor(model, units.values()), extended)
         return replace(
             self,

@@ -116,6 +116,9 @@ def rebuilt(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
 
     Raises ValueError, LookupError or TypeError where the description is none, or does not describe the tensors.
     """
+    match plain:
+        case {"method": {"settings": {"noise": 0} as settings}}:  # a setting of before, without effect in this file
+            del settings["noise"]
     description: Description = from_plain(Description, plain, "its description")
     anchor, curvature = _tensors(description, tensors)
     return {

@@ -7,7 +7,8 @@ from typing import Any, Unpack
 
 from xkfac.curvature.operator import Settings, SettingsOptions
 from xkfac.errors import XkfacError, nearest
-from xkfac.model.merged_weight import INTERPRETATIONS, Interpretation
+from xkfac.model.merged_weight import Interpretation
+from xkfac.plain_values import check_fields
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,7 @@ class Method:
     fixed_statistics: bool = False
 
     def __post_init__(self) -> None:
-        if self.interpretation not in INTERPRETATIONS:
-            raise XkfacError(
-                f"interpretation is '{self.interpretation}'; it must be one of {', '.join(INTERPRETATIONS)}"
-            )
-        for name, value in vars(self).items():
-            if name not in ("name", "settings", "interpretation") and not isinstance(value, bool):
-                raise XkfacError(f"{name} is {value!r}; it must be True or False")
+        check_fields(self, XkfacError)
         self._check_contradictions()
 
     @property

@@ -39,6 +39,11 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+# Ranges stand here, not in the class of a field: there a lambda would not see the names of its module.
+Positive = Annotated[int, Range("at least 1", lambda value: value >= 1)]
+Amount = Annotated[float, Range("a finite number of at least 0", lambda value: 0 <= value < math.inf)]
+
+
 def from_plain(hint: Any, value: Any, what: str) -> Any:
     """Return the value of a type that a plain value stands for.
 
@@ -60,8 +65,7 @@ def from_plain(hint: Any, value: Any, what: str) -> Any:
     if kind in (Union, UnionType):
         if value is None and NoneType in arguments:
             return None
-        inner = [one for one in arguments if one is not NoneType]
-        return from_plain(int if int in inner and type(value) is int else inner[0], value, what)
+        return from_plain(next(one for one in arguments if one is not NoneType), value, what)
     if kind in (tuple, list):
         return kind(_items(kind, arguments, value, what))
     if kind in (dict, Mapping):
@@ -79,6 +83,18 @@ def from_plain(hint: Any, value: Any, what: str) -> Any:
     if right if hint in (int, float) else isinstance(value, hint):
         return hint(value)
     raise _wrong(what, value, _WORDS[hint])
+
+
+def check_fields(instance: Any, error: type[Exception]) -> None:
+    """Check every field of an instance of a dataclass by its type and range; raises `error` for the first at fault."""
+    kind: Any = type(instance)
+    needed, free, _ = record_of(kind)
+    try:
+        for name, hint in {**needed, **free}.items():
+            if not is_dataclass(hint):
+                from_plain(hint, getattr(instance, name), name)
+    except ValueError as fault:
+        raise error(str(fault)) from None
 
 
 def shown(value: Any) -> str:

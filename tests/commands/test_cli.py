@@ -409,12 +409,12 @@ def test_a_file_that_fails_where_nobody_expected_it_is_one_sentence(xkfac, monke
 
 def test_settings_of_a_source_network_that_mean_nothing_are_refused(xkfac, tmp_path):
     for setting, message in (
-        ("smoothing=2", "smoothing is 2.0; it must be at least 0 and less than 1"),
-        ("epochs=1000000000000", "epochs is 1000000000000; it must be at least 1 and less than 100000"),
-        ("pixels=0", "pixels is 0; it must be at least 1"),
+        ("smoothing=2", "smoothing must be a number of at least 0 and below 1, not 2.0"),
+        ("epochs=1000000000000", "epochs must be at least 1 and at most 100,000, not 1000000000000"),
+        ("pixels=0", "pixels must be at least 1"),
         ("scale=[2, 3]", "scale is (2.0, 3.0); it must be two shares of the area"),
-        ("validation=1", "validation is 1.0; it must be at least 0 and less than 1"),
-        ("seed=-1", "seed is -1; it must be at least 0"),
+        ("validation=1", "validation must be a number of at least 0 and below 1, not 1.0"),
+        ("seed=-1", "seed must be at least 0"),
     ):
         result = xkfac("pretrain", "insects", tmp_path / "w.safetensors", "--data", tmp_path, "-s", setting)
         assert_complains(result, 2, message)

@@ -54,11 +54,10 @@ def batches():
 
 
 @CUDA
-@pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["xkfac", "kfac", "diagonal", "corrected"])
-def test_replays_give_the_factors_of_ordinary_passes(kind, noise):
-    model, options = randomise(Everything()).cuda(), {"labels": "empirical", "noise": noise}
-    one, two = (estimate(model, batches(), kind, **options, graph=graph).curvature for graph in (False, True))
+def test_replays_give_the_factors_of_ordinary_passes(kind):
+    model = randomise(Everything()).cuda()
+    one, two = (estimate(model, batches(), kind, labels="empirical", graph=graph).curvature for graph in (False, True))
     displacements = {name: torch.randn_like(block.diagonal()) for name, block in one.blocks.items()}
     for name, product in one.product(displacements).items():
         torch.testing.assert_close(two.product(displacements)[name], product, rtol=1e-3, atol=1e-5, msg=name)

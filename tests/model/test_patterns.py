@@ -73,6 +73,6 @@ def test_all_patterns_that_match_nothing_are_named():
     with pytest.raises(xkfac.UnitError) as caught:
         excluded_names(nested("layer.bn"), ["layr", "layer", "zzz"])
     assert str(caught.value) == (
-        "exclude: 'layr' matches no parameter of the model; did you mean 'layer'? 'zzz' matches no parameter of the "
+        "exclude: 'layr' matches no parameter of the model (did you mean 'layer'?); 'zzz' matches no parameter of the "
         "model"
     )

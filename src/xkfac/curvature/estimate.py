@@ -39,7 +39,6 @@ from xkfac.model.cuda_graphs import Replayed
 from xkfac.model.likelihood import Likelihood, get_likelihood
 from xkfac.model.merged_weight import BoundUnit
 from xkfac.model.passes import (
-    NoisyWeights,
     Progress,
     Statistics,
     batches,
@@ -234,7 +233,6 @@ class _Run:
         rank, ranks = (0, 1) if self.processes is None else (self.processes.rank, self.processes.size)
         capture: Capture | None = None
         mode: Statistics | None = None
-        noisy: NoisyWeights | None = None
         work: Callable[[Any], None]
         if rank > 0 and feed["progress"] is True:
             feed["progress"] = False
@@ -246,8 +244,6 @@ class _Run:
                 capture = Capture(self.model, self.coverage.units, self._collectors(collector))
                 hooks.enter_context(capture.hooked())
                 self._only_free_gradients()
-                if self.settings.noise:
-                    noisy = hooks.enter_context(NoisyWeights(self._weights(), self.settings.noise))
                 work = partial(self._batch, capture, cotangents)
                 if self.graph:
                     work = Replayed(work, generator)
@@ -255,8 +251,6 @@ class _Run:
                 set_mode(self.model, mode)
             cotangents.begin_batch(place * ranks + rank)
             cotangents.check(batch)
-            if noisy is not None:
-                noisy.draw(generator)
             work(batch)
             capture.collectors.batches += 1
             capture.collectors.examples += size
@@ -284,12 +278,6 @@ class _Run:
     def _free(self) -> list[Unit]:
         assert self.coverage is not None
         return [unit for unit in self.coverage.units if unit.kind == "free"]
-
-    def _weights(self) -> list[Tensor]:
-        """Return the parameters of the units that have rows and columns: no bias, and nothing of BN."""
-        assert self.coverage is not None
-        names = [unit.name if unit.kind == "free" else unit.weight for unit in self.coverage.units]
-        return [tensor for name in names if name is not None and (tensor := self.model.get_parameter(name)).dim() > 1]
 
     def _only_free_gradients(self) -> None:
         """Ask for the gradients of free parameters alone: a unit needs those of its output, not of its weight."""

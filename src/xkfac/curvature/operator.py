@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import Any, Literal, TypedDict, get_args
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from xkfac.curvature.input_moments import Level
 from xkfac.curvature.moments import GROUPINGS, KFAC, Form, Grouping
 from xkfac.errors import XkfacError
 from xkfac.model.passes import Statistics
+from xkfac.plain_values import Positive, check_fields
 
 CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
 Labels = Literal["sampled", "exact", "empirical"]
@@ -37,37 +37,18 @@ class Settings:
         batch. H'' gets one sample per draw: its rank is at most their number.
     statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
     cross_layer: blocks between all pairs of linear units too, as a Khatri-Rao product.
-    noise: average the curvature over weights with normal noise, so many times the root mean square of a layer's
-        weights, drawn once per batch. The Fisher at the weights alone is flat in directions in which the loss is not.
     """
 
     kind: CurvatureKind = "xkfac"
     form: Form = "mean"
     grouping: Grouping = "paper"
     labels: Labels = "sampled"
-    draws: int | None = None
+    draws: Positive | None = None
     statistics: Statistics = "batch"
     cross_layer: bool = False
-    noise: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("kind", get_args(CurvatureKind)),
-            ("form", get_args(Form)),
-            ("grouping", get_args(Grouping)),
-            ("labels", get_args(Labels)),
-            ("statistics", get_args(Statistics)),
-        ):
-            if getattr(self, name) not in choices:
-                raise XkfacError(f"{name} is '{getattr(self, name)}'; it must be one of {', '.join(choices)}")
-        if self.draws is not None and not isinstance(self.draws, int):
-            raise XkfacError(f"draws is {self.draws!r}; it must be a whole number, or None")
-        if self.draws is not None and self.draws < 1:
-            raise XkfacError(f"draws must be at least 1, not {self.draws}")
-        if not isinstance(self.cross_layer, bool):
-            raise XkfacError(f"cross_layer is {self.cross_layer!r}; it must be True or False")
-        if isinstance(self.noise, bool) or not isinstance(self.noise, int | float) or not 0 <= self.noise < math.inf:
-            raise XkfacError(f"noise is {self.noise!r}; it must be a finite number of at least 0")
+        check_fields(self, XkfacError)
         if self.draws is not None and self.labels != "sampled":
             raise XkfacError(f"draws={self.draws} goes with labels='sampled', not '{self.labels}'")
         for name in ("form", "grouping"):
@@ -103,7 +84,6 @@ class SettingsOptions(TypedDict, total=False):
     draws: int | None
     statistics: Statistics
     cross_layer: bool
-    noise: float
 
 
 @dataclass(frozen=True)
@@ -175,14 +155,13 @@ class Curvature:
         return Curvature(blocks, joint, tuple(self.joint_units[place] for place in places))
 
     def extend(
-        self, other: Curvature, own: float, others: float, *, homogeneous: Container[str], keep: int | None = 1
+        self, other: Curvature, own: float, others: float, *, homogeneous: Container[str], keep_all: bool = False
     ) -> Curvature:
         """Return own * (this) + others * (the other): the postprocessing of the paper.
 
-        Of the products that stand for tasks, at most `keep` are kept, and those beyond are averaged (see
-        `curvature.averaging`), the two first whose average is nearest to their sum; None keeps all, which is exact. A
-        unit that only one side has counts as zero on the other. `homogeneous`: the units whose inputs are extended by a
-        1, which averages of means go by.
+        Terms are averaged (see `curvature.averaging`), at constant size, or with `keep_all` all are kept, which is
+        exact. A unit that only one side has counts as zero on the other. `homogeneous`: the units whose inputs are
+        extended by a 1, which averages of means go by.
 
         Raises XkfacError when the two were estimated in ways that do not add up.
         """
@@ -191,11 +170,15 @@ class Curvature:
         blocks: dict[str, Block] = {}
         for name in dict.fromkeys([*self.blocks, *other.blocks]):
             one, two = self.blocks.get(name), other.blocks.get(name)
-            blocks[name] = _combine(name, one, two, own, others, keep, {"homogeneous": name in homogeneous})
+            blocks[name] = _combine(name, one, two, own, others, keep_all, name in homogeneous)
         joint = self.joint
         if joint is not None and other.joint is not None:
-            extended = {"homogeneous": [name in homogeneous for name in self.joint_units]}
-            joint = _sum(joint, other.joint, own, others, keep, extended)
+            extended = [name in homogeneous for name in self.joint_units]
+            joint = (
+                joint.scale(own).join(other.joint.scale(others))
+                if keep_all
+                else joint.average(other.joint, own, others, homogeneous=extended)
+            )
         return Curvature(blocks, joint, self.joint_units)
 
 
@@ -204,47 +187,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def _sum(a: Any, b: Any, own: float, others: float, keep: int | None, options: Mapping[str, Any]) -> Any:
-    """Return own * a + others * b of sums of Kronecker products, with at most `keep` products per term of b."""
-    if keep == 1:
-        return a.average(b, own, others, **options)
-    total, terms = a.scale(own).join(b.scale(others)), len(b.terms)
-    if keep is None or len(total.terms) <= keep * terms:
-        return total
-    if len(a.terms) % terms:
-        raise XkfacError(f"factors of {len(a.terms)} and {terms} terms have no average; estimate both the same way")
-    tasks = [replace(total, terms=total.terms[k : k + terms]) for k in range(0, len(total.terms), terms)]
-    while len(tasks) > keep:
-        pairs = [(one, two, one.average(two, 1.0, 1.0, **options)) for one, two in combinations(tasks, 2)]
-        one, two, both = min(pairs, key=lambda pair: _square_distance(pair[0].join(pair[1]), pair[2]))
-        tasks = [task for task in tasks if task is not one and task is not two] + [both]
-    return replace(total, terms=tuple(term for task in tasks for term in task.terms))
-
-
-def _square_distance(a: Any, b: Any) -> float:
-    """Return the squared Frobenius norm of the difference of two blocks, up to rounding in float64."""
-    return float(_inner(a, a) - 2 * _inner(a, b) + _inner(b, b))
-
-
-def _inner(a: Kronecker | KhatriRao, b: Kronecker | KhatriRao) -> Tensor:
-    """Return the inner product of two blocks as matrices: that of A (x) H and B (x) G is <A, B> <H, G>."""
-    pairs = [(one, two) for one in a.terms for two in b.terms]
-    columns, rows = (a.columns, a.rows) if isinstance(a, KhatriRao) else ((), ())
-    lefts = [_block_sums(one.dense_left * two.dense_left, columns) for one, two in pairs]
-    rights = [_block_sums(one.right * two.right, rows) for one, two in pairs]
-    return (torch.stack(lefts) * torch.stack(rights)).sum()
-
-
-def _block_sums(matrix: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the sums of the blocks of matrices [groups, F, F], of the whole without sizes; in float64."""
-    sizes = list(sizes or (matrix.shape[1],))
-    rows = [torch.split(row, sizes, 2) for row in torch.split(matrix.double(), sizes, 1)]
-    return torch.stack([torch.stack([block.sum((1, 2)) for block in row]) for row in rows])
-
-
-def _combine(
-    name: str, a: Any, b: Any, own: float, others: float, keep: int | None, options: Mapping[str, Any]
-) -> Block:
+def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: bool, homogeneous: bool) -> Block:
     if a is None or b is None:
         present: Block = b.scale(others) if a is None else a.scale(own)
         return present
@@ -254,10 +197,12 @@ def _combine(
             "estimate both the same way"
         )
     try:
-        if isinstance(a, Kronecker):
-            combined: Block = _sum(a, b, own, others, keep, options)
+        if keep_all:
+            combined: Block = a.scale(own).join(b.scale(others))
+        elif isinstance(a, Kronecker):
+            combined = a.average(b, own, others, homogeneous=homogeneous)
         else:
-            combined = a.average(b, own, others) if keep == 1 else a.scale(own).join(b.scale(others))
+            combined = a.average(b, own, others)
     except XkfacError as error:
         raise XkfacError(f"unit '{name}': {error}") from None
     return combined

@@ -1,13 +1,11 @@
 """What the JSON files of a run hold, field by field: each record is checked before anything of it is used."""
 
-import math
 import re
 from typing import Annotated, TypedDict
 
-from xkfac.plain_values import Range, Record
+from xkfac.plain_values import Amount, Range, Record
 
 Whole = Annotated[int, Range("a whole number", lambda value: True)]
-Amount = Annotated[float, Range("a finite number of at least 0", lambda value: 0 <= value < math.inf)]
 Percent = Annotated[float, Range("a number from 0 to 100", lambda value: 0 <= value <= 100)]
 Place = Annotated[str, Range("'cpu' or 'cuda'", re.compile(r"cpu|cuda(:\d{1,3})?").fullmatch)]
 MemoryName = Annotated[str, Range("the name of a memory file", re.compile(r"memory-\d+\.safetensors").fullmatch)]

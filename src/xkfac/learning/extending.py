@@ -16,16 +16,13 @@ from xkfac.model.likelihood import Likelihood, get_likelihood
 from xkfac.model.passes import unwrap
 from xkfac.model.units import as_patterns
 
-Keep = Literal["average", "all"] | int
+Keep = Literal["average", "all"]
 
 
-def check_keep(keep: Keep) -> int | None:
-    """Return how many products are kept, None for all; raise XkfacError for another word than `Keep` has."""
-    if keep in ("average", "all"):
-        return 1 if keep == "average" else None
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise XkfacError(f"keep is {keep!r}; it must be 'average', 'all' or a whole number of at least 1")
-    return keep
+def check_keep(keep: str) -> None:
+    """Raise XkfacError for another word than `Keep` has."""
+    if keep not in ("average", "all"):
+        raise XkfacError(f"keep is {keep!r}; it must be 'average' or 'all'")
 
 
 def with_options(
@@ -57,7 +54,7 @@ def extended(
 
     options: those of `estimate` beside them, such as `max_batches` and `seed`.
     """
-    most = check_keep(keep)
+    check_keep(keep)
     own = {"likelihood": memory.likelihood, "exclude": memory.exclude, "forward": memory.forward}
     new = estimate_for(method, model, loader, **own, **options)
-    return memory.extend(unwrap(model), new, weights=importance, keep=most)
+    return memory.extend(unwrap(model), new, weights=importance, keep_all=keep == "all")

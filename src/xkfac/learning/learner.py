@@ -322,10 +322,9 @@ class Learner:
     ) -> Memory:
         """End the target task: return the memory extended by it, H <- ls * H + lt * H_t (postprocessing).
 
-        keep: `average` the factors (constant size), keep `all` terms (exact, growing), or keep so many products: where
-        there are more, the two are averaged whose average is nearest to their sum. Arguments left out are those of the
-        learner, or those the memory was made with. The learner is closed. router: gets the statistics of the task whose
-        layers are active.
+        keep: `average` the factors (constant size) or keep `all` terms (exact, growing). Arguments left out are those
+        of the learner, or those the memory was made with. The learner is closed. router: gets the statistics of the
+        task whose layers are active.
 
         Raises XkfacError where nothing has protected the past, since `objective` was never called.
         """

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from xkfac.errors import XkfacError
@@ -115,29 +115,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     with _only_thread(model), torch.inference_mode(False):
         yield from _restored(model)
-
-
-class NoisyWeights:
-    """Weights of a model with normal noise, `noise` times the root mean square of each; on leaving as they were."""
-
-    def __init__(self, weights: Iterable[Tensor], noise: float) -> None:
-        self._kept = [(weight, weight.detach().clone()) for weight in weights]
-        self._scales = [noise * kept.square().mean().sqrt() for _, kept in self._kept]
-
-    def __enter__(self) -> NoisyWeights:
-        return self
-
-    @torch.no_grad()
-    def draw(self, generator: torch.Generator) -> None:
-        """Draw the noise anew."""
-        for (weight, kept), scale in zip(self._kept, self._scales, strict=True):
-            normal = torch.empty_like(kept).normal_(generator=generator)
-            weight.copy_(kept.addcmul(normal, scale))
-
-    @torch.no_grad()
-    def __exit__(self, *_: object) -> None:
-        for weight, kept in self._kept:
-            weight.copy_(kept)
 
 
 # The modules and parameters that passes are changing, by id, each with its thread; kept beside the modules, whose

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections import defaultdict
@@ -11,7 +10,7 @@ from itertools import takewhile
 
 from torch import nn
 
-from xkfac.errors import UnitError
+from xkfac.errors import UnitError, nearest
 from xkfac.model.passes import norms_of
 
 
@@ -43,13 +42,11 @@ def excluded_names(model: nn.Module, exclude: Iterable[str]) -> set[str]:
     for pattern in as_patterns(exclude):
         hits = {known[name] for name in known if matches(name, pattern)}
         if not hits:
-            close = difflib.get_close_matches(pattern, [*dict(model.named_modules()), *known], 1)
-            unknown.append(
-                f"'{pattern}' matches no parameter of the model" + (f"; did you mean '{close[0]}'?" if close else "")
-            )
+            near = nearest(pattern, [*dict(model.named_modules()), *known])
+            unknown.append(f"'{pattern}' matches no parameter of the model{near}")
         excluded |= hits
     if unknown:
-        raise UnitError("exclude: " + " ".join(unknown))
+        raise UnitError(f"exclude: {'; '.join(unknown)}")
     return excluded
 
 

@@ -243,7 +243,7 @@ def test_kfac_of_a_memory_that_keeps_all_terms_is_that_of_a_kfac_memory():
     for method in ("xkfac", "kfac"):
         memory = xkfac.consolidate(net, first, method, **options)
         new = xkfac.estimate(net, second, method, **options)
-        made.append(memory.extend(net, new, weights=(0.3, 0.7), keep=None))
+        made.append(memory.extend(net, new, weights=(0.3, 0.7), keep_all=True))
     for name, block in made[1].curvature.blocks.items():
         ours = made[0].curvature.blocks[name]
         found = approximations(ours, made[0].method.settings)
@@ -259,8 +259,8 @@ def test_kfac_of_an_average_of_several_tasks_is_shown_where_it_is_known(tmp_path
     net, first, second = memories.make("mlp")
     memory = xkfac.consolidate(net, first, method)
     new = xkfac.estimate(net, second, method)
-    for name, keep in (("average", 1), ("all", None)):
-        memory.extend(net, new, weights=(0.3, 0.7), keep=keep).save(tmp_path / name)
+    for name, keep_all in (("average", False), ("all", True)):
+        memory.extend(net, new, weights=(0.3, 0.7), keep_all=keep_all).save(tmp_path / name)
     averaged, kept = inspect_memory(tmp_path / "average")["entries"], inspect_memory(tmp_path / "all")["entries"]
     assert (averaged["kfac"] is None) == (method == "xkfac")
     assert kept["kfac"] is not None

@@ -306,11 +306,11 @@ def test_a_checkpoint_of_other_settings_or_data_is_refused(parts, tmp_path):
 
 def test_what_makes_no_sense_is_an_error(parts, tmp_path):
     for options, message in (
-        ({"epochs": 0}, "epochs is 0; it must be at least 1"),
-        ({"batch": 1}, "batch is 1"),
-        ({"warmup": 1}, "warmup is 1; it must be at least 0 and less than 1"),
-        ({"momentum": 1.0}, "momentum is 1.0"),
-        ({"lr": math.nan}, "lr is nan"),
+        ({"epochs": 0}, "epochs must be at least 1 and at most 100,000, not 0"),
+        ({"batch": 1}, "batch must be at least 2"),
+        ({"warmup": 1}, "warmup must be a number of at least 0 and below 1, not 1.0"),
+        ({"momentum": 1.0}, "momentum must be"),
+        ({"lr": math.nan}, "lr must be a finite number of at least 0, not nan"),
     ):
         with pytest.raises(PretrainingError, match=message):
             Pretraining(**{**SMALL, **options})

@@ -74,9 +74,9 @@ def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
         ("tasks = 0", ["tasks must be at least 1"]),
         ("epochs = 0", ["epochs must be at least 1"]),
         ("batch = 1", ["batch must be at least 2"]),
-        ("lr = -0.1", ["lr must be a number of at least 0"]),
-        ("lr = nan", ["lr must be a number of at least 0"]),
-        ("damping = inf", ["damping must be a number of at least 0"]),
+        ("lr = -0.1", ["lr must be a finite number of at least 0"]),
+        ("lr = nan", ["lr must be a finite number of at least 0"]),
+        ("damping = inf", ["damping must be a finite number of at least 0"]),
         ("lr_factor = nan", ["lr_factor must be a number of at least 1"]),
         ("lr_factor = 0.5", ["lr_factor must be a number of at least 1"]),
         ("lr_every = 0", ["lr_every must be at least 1"]),
@@ -119,7 +119,7 @@ def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
         ('method = "fixed-bn"\nfixed_bn = true', ["'fixed_bn' has no effect on method 'fixed-bn'"]),
         ('method = "joint"\nfixed_bn = true', ["'fixed_bn' has no effect on method 'joint'"]),
         ('method = "joint"\ntarget_lr = 0.1', ["'target_lr' has no effect on method 'joint'"]),
-        ("target_lr = -1", ["target_lr must be a number of at least 0"]),
+        ("target_lr = -1", ["target_lr must be a finite number of at least 0"]),
         *(
             (f'method = "{method}"\n{key} = {value}', [f"'{key}' has no effect on method '{method}'", "no penalty"])
             for method in ("fine-tuning", JOINT)

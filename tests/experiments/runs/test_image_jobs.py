@@ -403,9 +403,8 @@ def test_of_a_source_that_is_not_held_out_from_no_validation_part_is_read(data):
 
 def test_the_tasks_of_test_images_are_inferred_for_shared_bn_and_by_all_kinds_of_features(data, tmp_path, monkeypatch):
     monkeypatch.setattr(task_inference, "TOGETHER", 4)
-    made = small.recipe(
-        "images.infer_tasks=true", "defaults.epochs=1", "lines.calibrated.head_epochs=0", "lines.own-bn.head_epochs=0"
-    )
+    settings = ["images.infer_tasks=true", "lines.fixed-bn.method=fine-tuning", "lines.fixed-bn.epochs=1"]
+    made = small.recipe(*settings)
     run = small.finish(small.make_run(tmp_path / "run", data, made), "fixed-bn")
     job = run.job("fixed-bn", small.SEED)
     sequence = small.materials(made, data).sequence(made.lines["fixed-bn"], small.SEED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,9 @@ from xkfac.experiments.data.augmentation import Augmentation
 from xkfac.experiments.data.digits import Part, stream
 from xkfac.experiments.networks.backbones import ManyHeaded, Stem
 from xkfac.experiments.recipes.recipe import Resize
+from xkfac.experiments.recipes.toml_tables import Share, whole
 from xkfac.model.cuda_graphs import captured
+from xkfac.plain_values import Amount, check_fields
 
 CHUNK = 1000  # images that are measured at a time
 
@@ -37,31 +40,23 @@ class Pretraining:
 
     model: str = "resnet18"
     stem: Stem = "standard"
-    pixels: int = 64
+    pixels: Annotated[int, whole(1, 8192)] = 64
     resize: Resize = "squash"
-    validation: float = 0.1
-    epochs: int = 60
-    batch: int = 256
-    lr: float = 0.2
-    warmup: float = 0.1
-    momentum: float = 0.9
-    decay: float = 5e-4
-    smoothing: float = 0.1
+    validation: Share = 0.1
+    epochs: Annotated[int, whole(1, 100_000)] = 60
+    batch: Annotated[int, whole(2)] = 256  # BN has no variance of one image
+    lr: Amount = 0.2
+    warmup: Share = 0.1
+    momentum: Share = 0.9
+    decay: Amount = 5e-4
+    smoothing: Share = 0.1
     scale: tuple[float, float] = (0.25, 1.0)
     flip: bool = True
-    cutmix: float = 0.0
-    seed: int = 0
+    cutmix: Amount = 0.0
+    seed: Annotated[int, whole(0, 2**53)] = 0
 
     def __post_init__(self) -> None:
-        limits: dict[str, tuple[float, float]] = {"epochs": (1, 100_000), "pixels": (1, 8193), "seed": (0, 2**53)}
-        limits["batch"] = (2, math.inf)  # BN has no variance of one image
-        limits |= dict.fromkeys(("lr", "decay", "cutmix"), (0, math.inf))
-        limits |= dict.fromkeys(("validation", "warmup", "momentum", "smoothing"), (0, 1))
-        for name, (least, below) in limits.items():
-            value = getattr(self, name)
-            if not least <= value < below:
-                bound = "" if below == math.inf else f" and less than {below}"
-                raise PretrainingError(f"{name} is {value}; it must be at least {least}{bound}")
+        check_fields(self, PretrainingError)
         _ = self.augmentation  # says what is wrong with it before any image is decoded
 
     @property

@@ -7,13 +7,13 @@ NAME.checkpoint.safetensors    the state after the last epoch, no pickle; gone o
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,9 @@ def pretrain(
             workers=workers,
         )
     _check_data(data, settings, place)
-    with _tuned(place), ThreadPoolExecutor(1) as writer:
+    fastest = {"enabled": True, "benchmark": True, "deterministic": False, "allow_tf32": True}
+    on_gpu = place.type == "cuda"
+    with torch.backends.cudnn.flags(**fastest) if on_gpu else nullcontext(), ThreadPoolExecutor(1) as writer:
         job = _Job(data.to(place), path, settings, task, writer)
         job.restore()
         while len(job.history) < settings.epochs:
@@ -165,16 +167,6 @@ class _Job:
 
     def _accuracy(self, pictures: Part) -> float:
         return accuracy(self.trainer.net, pictures, self.settings.augmentation)
-
-
-@contextlib.contextmanager
-def _tuned(device: torch.device) -> Iterator[None]:
-    """Let cuDNN choose its fastest algorithms; its flags are given back."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
-        yield
 
 
 def _write(path: Path, text: str) -> None:

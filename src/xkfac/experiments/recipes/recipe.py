@@ -23,8 +23,6 @@ from typing import Annotated, Any, Literal
 
 from xkfac.errors import nearest
 from xkfac.experiments.recipes.toml_tables import (
-    MANY,
-    Amount,
     Count,
     Positive,
     RecipeError,
@@ -35,7 +33,7 @@ from xkfac.experiments.recipes.toml_tables import (
     write_value,
 )
 from xkfac.methods import METHODS, Method, get_method
-from xkfac.plain_values import Range
+from xkfac.plain_values import Amount, Range
 
 DataSet = Literal["mnist", "digits"]
 Norm = Literal["bn", "brn", "none"]
@@ -52,6 +50,7 @@ _PENALISED_ONLY = (
     *_READING,
 )
 _PERCEPTRON_ONLY = ("norm", "widths", "at")
+Momentum = Annotated[float, Range("above 0 and at most 1", lambda value: 0 < value <= 1)]
 Widths = Annotated[
     tuple[int, ...],
     Range(
@@ -62,10 +61,6 @@ Widths = Annotated[
 Scale = Annotated[
     tuple[float, ...],
     Range("two growing numbers above 0 and up to 1", lambda of: len(of) == 2 and 0 < of[0] <= of[1] <= 1),
-]
-Keep = Annotated[
-    Literal["average", "all"] | int,
-    Range("average, all or at least 1", lambda value: isinstance(value, str) or 1 <= value <= MANY),
 ]
 
 
@@ -154,7 +149,7 @@ class Line:
     the line whose method is `single`.
     curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}.
     consolidate: the part of a task that its curvature is estimated on, `train` or `validation`; batches: at most so
-    many batches of it, 0 for all. keep: `average` the factors over tasks, keep `all` terms, or at most so many.
+    many batches of it, 0 for all. keep: `average` the factors over tasks, or keep `all` terms.
     grid: values of `lr` and `damping` that `xkfac tune` chooses from for each task, on its validation split.
     sweep: strengths, or { lr = [...] }, that the line is run at, each as a line of its own (see `sweeps.py`).
     Such a line says here what it is a point of.
@@ -189,13 +184,13 @@ class Line:
     steady: bool = False
     implicit: bool = False
     head_epochs: Count = 0
-    bn_momentum: Annotated[float, Range("above 0 and at most 1", lambda value: 0 < value <= 1)] | None = None
+    bn_momentum: Momentum | None = None
     balance: bool = False
     balance_every: Positive = 10
     curvature: Mapping[str, Any] = field(default_factory=dict)
     consolidate: Literal["train", "validation"] = "train"
     batches: Count = 0
-    keep: Keep = "average"
+    keep: Literal["average", "all"] = "average"
     grid: Mapping[str, Any] = field(default_factory=dict)
     sweep: Mapping[str, Any] = field(default_factory=dict)
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 from xkfac.errors import XkfacError, nearest, shortened
 from xkfac.plain_values import Range, from_plain, record_of, shown
 
-MANY = 10**9  # of what only has to be a number that anything can count up to
+_MANY = 10**9  # of what only has to be a number that anything can count up to
 _DEEPEST = 16  # tables and lists in one another; a recipe has four
 
 
-def whole(least: int, most: int = MANY) -> Range:
+def whole(least: int, most: int = _MANY) -> Range:
     """Return the range of whole numbers, both ends included."""
     return Range(f"at least {least} and at most {most:,}", lambda value: least <= value <= most)
 
@@ -29,7 +29,6 @@ def number(least: float, below: float = math.inf) -> Range:
 
 Count = Annotated[int, whole(0)]
 Positive = Annotated[int, whole(1)]
-Amount = Annotated[float, number(0)]
 Share = Annotated[float, number(0, 1)]
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, UNPROTECTED, Line
-from xkfac.experiments.records import Amount, Percent, Whole
+from xkfac.experiments.records import Percent, Whole
 from xkfac.experiments.runs.training import Batch, Examples
+from xkfac.plain_values import Amount
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def assigned(router: Router, task: int, scores: Tensor, right: Tensor) -> dict[s
     """Return what becomes of images with these scores [N, T], of which these are answered right by their own task."""
     taken = router.log_posterior(scores).argmax(1)
     order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(0)).to(scores.device)
-    batches = scores[order[: len(order) // TOGETHER * TOGETHER]].unflatten(0, (-1, TOGETHER)).sum(1)
+    batches = scores[order[: len(order) // TOGETHER * TOGETHER]].view(-1, TOGETHER, scores.shape[1]).sum(1)
     together = router.log_posterior(batches).argmax(1)
     return {
         "inferred": _percent(right & (taken == task)),

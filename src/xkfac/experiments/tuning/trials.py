@@ -28,10 +28,10 @@ from torch import Tensor
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError
 from xkfac.experiments.recipes.recipe import SINGLE, Line
-from xkfac.experiments.records import Amount, Percent, Whole
+from xkfac.experiments.records import Percent, Whole
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import JobFolder, RunError, read_record, write_text, writing
-from xkfac.plain_values import Range
+from xkfac.plain_values import Amount, Range
 
 WEIGHTS = "xkfac-weights"
 CHOICE_COLUMNS = ("line", "seed", "task", "lr", "damping", "validation", "runner-up", "why")
