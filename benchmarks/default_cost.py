@@ -170,13 +170,13 @@ def table(results: dict[str, dict[str, float]]) -> str:
         *("net", "plain step, ms", "penalty every", "penalised step", "that evaluates", "that does not", "`begin`"),
         *("curvature batch, 1 draw", "8 draws", *(f"peak of {kind}, MB" for kind in PEAKS)),
     ]
-    lines = [" | ".join(header), "|".join(["---"] * len(header))]
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     for name, row in results.items():
         cells = [name, f"{1000 * row['seconds']:.1f}", f"{row['every']:.0f}"]
         cells += [f"{row[key]:.2f}" for key in ("step", "evaluates", "other")] + [f"{row['begin']:.1f}"]
         cells += [f"{row[key]:.2f}" for key in ("draws 1", "draws 8")] + [f"{row[kind]:.0f}" for kind in PEAKS]
-        lines.append(" | ".join(cells))
-    return "\n".join(f"| {line} |" for line in lines)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:

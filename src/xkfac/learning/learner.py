@@ -22,14 +22,7 @@ from xkfac.methods import get_method
 from xkfac.model.batches import Forward
 from xkfac.model.likelihood import Likelihood
 from xkfac.model.merged_weight import Interpretation
-from xkfac.model.passes import (
-    Progress,
-    check_loaded,
-    device_of,
-    same_random_state,
-    unwrap,
-    widest_dtype,
-)
+from xkfac.model.passes import Progress, check_loaded, device_of, same_random_state, unwrap, widest_dtype
 from xkfac.model.recentre import recentre as recentre_model
 from xkfac.model.streams import Stream
 from xkfac.penalty.implicit import Implicit
@@ -45,9 +38,9 @@ class Learner:
     imp_hyp). strength: a factor on the penalty alone, by default the scale that `calibrate` measured, or 1 without it.
     bn_momentum: how fast the running statistics of shared BN follow the target, from `begin` to `finish`; by default
     BN's own momentum. 0.01 keeps deep networks much better, small ones that take few steps worse. balance: adaptive
-    alpha_s, alpha_t. penalty_every: k, to evaluate the penalty in every k-th step with k-fold weight; by default 1, and
-    on a CPU between 1 and 8, fewer where steps overshoot along the penalty's stiffest directions. forward, exclude: how
-    the model takes a batch of the target, and what is left out of its units, where these are not the memory's.
+    alpha_s, alpha_t. penalty_every: k, to evaluate the penalty in every k-th step with k-fold weight; by default 1, on
+    a CPU between 1 and 8 as steps allow, and 8 where they are `implicit` and read no mini-batch statistics. forward,
+    exclude: how the model takes a batch of the target, and what is left out of its units, where not as in the memory.
 
     BN layers carry hooks from here on until `finish` or `close`. Make the learner before the first call of a compiled
     model, which would not notice hooks that come later, and with the DistributedDataParallel model where there is one,
@@ -276,8 +269,8 @@ class Learner:
 
         Its `step()`, before each of the optimizer's (`begin(loader, optimizer)` sees to it), multiplies the gradients
         of protected parameters by (I + eta * ls * strength * H)^-1, eta = lr / (1 - momentum), block by block and along
-        at most `rank` directions of a unit's inputs. From here on the penalty is evaluated in every step, on a CPU in
-        every fourth where it reads no mini-batch statistics, unless the learner was given `penalty_every`.
+        at most `rank` directions of a unit's inputs, as far as they are stiff. From here on the penalty is evaluated in
+        every step, in every eighth where it reads no mini-batch statistics, unless `penalty_every` was given.
         """
         weight = lr / (1 - momentum) * self.importance[0] * self.strength
         return self._step.implicit(weight, rank)

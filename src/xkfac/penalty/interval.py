@@ -13,7 +13,7 @@ LONGEST = 8
 """Steps at most between two evaluations where the interval follows from the steps."""
 
 IMPLICIT = 8
-"""Steps between two evaluations where steps are implicit and read no statistics of mini-batches: these would need 1."""
+"""Steps between two evaluations where steps are implicit and read no mini-batch statistics; these need 1."""
 
 _TOO_LONG, _SHORT = 0.9, 0.98  # cosines of gradients of two evaluations in a row, below and above which k changes
 

@@ -141,7 +141,7 @@ class PenalisedStep:
         return list(zip(parameters, implicit(parameters, gradients), strict=True))
 
     def implicit(self, weight: float, rank: int) -> Implicit:
-        """Return what makes steps implicit in `weight` times L_s; an interval that adapts becomes a fixed one."""
+        """Return what makes steps implicit in `weight` times L_s; an interval that was not given becomes fixed."""
         if self._follows:
             self.interval = Interval(self._implicit_every)
         return Implicit(self.quadratic.curvature, self.bound.values(), weight * self.interval.every, rank)
