@@ -29,7 +29,7 @@ options.add_argument("--source", default="imagenet1000-128", help="the tree that
 options.add_argument("--target", default="cars196-128", help="the tree that it learns")
 options.add_argument("--pixels", type=int, default=128)
 options.add_argument("--epochs", type=int, default=8)
-options.add_argument("--lr", type=float, default=0.4, help="of the first epoch; it falls along a half cosine")
+options.add_argument("--lr", type=float, default=0.8, help="of the first epoch; it falls along a half cosine")
 options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 args = options.parse_args()
 BATCH, LAST_LR = 32, 1e-4
