@@ -83,12 +83,10 @@ class Monitor:
             return
         self._warned = True
         times = f"{undamped / radius:.2g} times" if radius else "beyond"
-        # Under a strong penalty the displacement is such that the penalty falls as the strength grows.
-        remedy = f"about {times} the strength" if radius else "a larger strength"
         warnings.warn(
             f"the penalty without damping is {undamped:.2g}, {times} the radius {radius:.2g} up to which its "
-            f"calibration follows the real loss, so the past may be forgotten more than the penalty says; {remedy}, or "
-            "fewer or shorter steps, stay nearer to it",
+            f"calibration follows the real loss, so the past may be forgotten more than the penalty says; a larger "
+            "strength, or fewer or shorter steps, stay nearer to it",
             XkfacWarning,
             stacklevel=stacklevel,
         )
