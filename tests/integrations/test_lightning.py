@@ -216,7 +216,7 @@ class OfThisProcess(Module):
 
 def two_processes(module, memory, epochs):
     """Learn as DDP does, in one process: gradients are averaged, buffers are those of process 0."""
-    learner = xkfac.Learner(module, memory, penalty_every=1)  # as several processes do it
+    learner = xkfac.Learner(module, memory, penalty_every=1)
     loaders = [batches(1), batches(2)]
     optimizer = module.configure_optimizers()
     learner.begin([*loaders[0], *loaders[1]], optimizer)
@@ -243,7 +243,7 @@ def test_two_processes(method, tmp_path):
     options = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False, "limit_val_batches": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer(callbacks=[XKFACCallback(memory)], **options).fit(module)
+        trainer(callbacks=[XKFACCallback(memory, penalty_every=1)], **options).fit(module)
     (found, after), (other, other_after) = (torch.load(tmp_path / name, weights_only=False) for name in "01")
     expected = OfThisProcess(copy.deepcopy(net))
     two_processes(expected, memory, 2)
