@@ -40,7 +40,7 @@ def bare_loop(
     model, memory, loader, *, epochs=2, passes=1, clip=None, autocast=None, scaler=None, make=sgd, implicit=True
 ):
     """Learn a task as README shows it, with micro-batches, clipping and half precision where asked for."""
-    learner = xkfac.Learner(model, memory)
+    learner = xkfac.Learner(model, memory, penalty_every=None if clip is None and scaler is None else 1)
     optimizer = make(model.parameters())
     learner.begin(loader, optimizer if implicit and make is sgd else None)
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)

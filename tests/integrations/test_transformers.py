@@ -68,7 +68,7 @@ def _in_order(monkeypatch):
 
 def bare_loop(model, memory, passes, by_items, implicit=True, make=torch.optim.SGD):
     """Learn the images 1 as a Trainer does, which weighs batches by images, or alike where a model takes no counts."""
-    learner = xkfac.Learner(model, memory)
+    learner = xkfac.Learner(model, memory, penalty_every=1)
     loader = batches(1)
     optimizer = make(model.parameters(), 0.05)
     learner.begin(loader, optimizer if implicit and make is torch.optim.SGD else None)

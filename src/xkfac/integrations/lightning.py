@@ -60,7 +60,10 @@ class XKFACCallback(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the learner before the module first runs, with the model that DDP wraps where there is one."""
-        self.learner = Learner(trainer.strategy.model, self.memory, **self._options)
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        # A gradient that is clipped, or skipped by a scaler, would lose the penalty of several steps.
+        every = {"penalty_every": 1} if scaled or trainer.gradient_clip_val else {}
+        self.learner = Learner(trainer.strategy.model, self.memory, **{**every, **self._options})
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the task, now that the training loader is there, or take it up again from a checkpoint."""

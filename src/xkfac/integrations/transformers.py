@@ -74,7 +74,9 @@ class XKFACMixin:
         """Make the learner, and begin the task or take it up again; the Trainer calls it before its first step."""
         if self.learner is not None:  # the Trainer starts again with smaller batches
             return
-        self.learner = Learner(self.model_wrapped, self.memory, **self.learner_options)
+        # A gradient that is clipped, as a Trainer does by default, or skipped would lose the penalty of several steps.
+        every = {"penalty_every": 1} if self.args.max_grad_norm or self.args.fp16 else {}
+        self.learner = Learner(self.model_wrapped, self.memory, **{**every, **self.learner_options})
         accelerated = self.optimizer
         sgd = sgd_among([getattr(accelerated, "optimizer", accelerated)], self.learner.protected)
         if self._checkpoint is None:
