@@ -208,8 +208,11 @@ def test_gradient_checkpointing_inside_the_model():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "xkfacc"}, "kind is 'xkfacc'; it must be one of xkfac, kfac, diagonal, corrected"),
-        ({"form": "means"}, "form is 'means'; it must be one of paper, mean"),
+        (
+            {"kind": "xkfacc"},
+            r"kind is 'xkfacc' \(did you mean 'xkfac'\?\); it must be one of xkfac, kfac, diagonal, corrected",
+        ),
+        ({"form": "means"}, r"form is 'means' \(did you mean 'mean'\?\); it must be one of paper, mean"),
         ({"grouping": "all"}, "grouping is 'all'; it must be one of paper, pooled, hierarchical"),
         ({"labels": "true"}, "labels is 'true'; it must be one of sampled, exact, empirical"),
         ({"statistics": "running"}, "statistics is 'running'; it must be one of batch, population"),
