@@ -73,7 +73,8 @@ class Implicit:
     def _change(self, gradients: dict[int, Tensor]) -> None:
         for members, part in self._groups:
             if any(id(member) in gradients for member in members):
-                part([gradients.get(id(member), torch.zeros_like(member)) for member in members])
+                # Members without a gradient count zero; what comes out for them is dropped.
+                part([gradients[id(one)] if id(one) in gradients else torch.zeros_like(one) for one in members])
 
     @property
     def tensors(self) -> list[Tensor]:
