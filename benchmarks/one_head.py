@@ -4,9 +4,10 @@
 
 A network of three convolutions with BN, a pool and a linear layer learns ten classes, and then ten others with the same
 ten outputs. FOLDER holds MNIST's idx files (in `mnist`) and `tiny-imagenet-100.zip`. Pairs: `digits`, MNIST, then ten
-classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others; on request `flowers`, ten
-classes of Flowers and then ten of Cars (`flowers102-128.zip`, `cars196-128.zip`). Curves over the strength of the
-penalty, for several curvatures and for these treatments of BN:
+classes of Tiny ImageNet; `photographs`, ten classes of Tiny ImageNet and then ten others; on request any SET/SET, where
+SET is mnist or tiny:2, flowers:0, cars:0, cub:0 and so on: the ten classes from 20, from 0 and so on
+(`flowers102-128.zip`, `cars196-128.zip`, `cub200-128.zip`). Curves over the strength of the penalty, for several
+curvatures and for these treatments of BN:
 
     shared    gamma and beta are learnt and re-centred, statistics follow the batches (as the paper has it)
     eval      the same, merged weights read with population statistics
@@ -55,6 +56,8 @@ from xkfac.task_layers import task_layers_of
 
 Examples = tuple[Tensor, Tensor]
 BATCH, LR, DRAWS = 64, 0.05, 8
+PAIRS = {"digits": "mnist/tiny:0", "photographs": "tiny:0/tiny:1"}
+ARCHIVES = {"tiny": "tiny-imagenet-100", "flowers": "flowers102-128", "cars": "cars196-128", "cub": "cub200-128"}
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 CURVATURES: dict[str, dict[str, Any]] = {
     "hierarchical": {"method": "xkfac", "grouping": "hierarchical"},
@@ -280,17 +283,18 @@ class Case:
     routers: bool = False
     pixels: int = 32
 
+    def images_of(self, name: str) -> tuple[Examples, Examples]:
+        """Return training and test images of a set."""
+        if name == "mnist":
+            return digits(self.folder / "mnist", int(20000 * self.share), self.pixels)
+        archive, group = name.split(":")
+        first = 10 * int(group)
+        return pictures(self.folder / f"{ARCHIVES[archive]}.zip", range(first, first + 10), self.pixels)
+
     def data(self) -> tuple[Examples, Examples, Examples, Examples, Examples]:
         """Return training, held-out and test images of the old task, and training and test images of the new one."""
-        archive = self.folder / "tiny-imagenet-100.zip"
-        if self.pair == "digits":
-            train, old = digits(self.folder / "mnist", int(20000 * self.share), self.pixels)
-            target, new = pictures(archive, range(10), self.pixels)
-        elif self.pair == "flowers":
-            trees = (self.folder / f"{name}-128.zip" for name in ("flowers102", "cars196"))
-            (train, old), (target, new) = (pictures(tree, range(10), self.pixels) for tree in trees)
-        else:
-            (train, old), (target, new) = (pictures(archive, range(at, at + 10), self.pixels) for at in (0, 10))
+        sets = PAIRS.get(self.pair, self.pair).split("/")
+        (train, old), (target, new) = map(self.images_of, sets)
         target = shuffled(target, 7, int(len(target[1]) * self.share))
         train = shuffled(train, self.seed, len(train[1]))
         old = old[0][: self.test], old[1][: self.test]

@@ -1,6 +1,6 @@
 """One table of methods that get no task label at test: runs with task-specific or shared BN, joint training, baselines.
 
-    python benchmarks/routing_table.py --runs RUN... [--records results/routing/resnet50/joint ...] [--output FOLDER]
+    python benchmarks/routing_table.py [--runs RUN...] [--records results/routing/resnet50/joint ...] [--output FOLDER]
 
 RUN: folders of `xkfac run imagenet-to-fine-grained-128 -s images.infer_tasks=true` with three targets; means over their
 repeats. Records: folders that `benchmarks/routing.py photographs` and `joint` wrote, with the same network.
@@ -60,7 +60,7 @@ def rows_of(run: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, nargs="+", required=True)
+    parser.add_argument("--runs", type=Path, nargs="*", default=[])
     parser.add_argument("--records", type=Path, nargs="*", default=[])
     parser.add_argument("--output", type=Path, default=Path("results/routing/table"))
     options = parser.parse_args()
