@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -9,6 +10,7 @@ import json
 import os
 import sys
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -85,6 +87,14 @@ def stream(*key: str | int) -> torch.Generator:
     """
     digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=4).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big"))
+
+
+@contextlib.contextmanager
+def drawing_from(*key: str | int) -> Iterator[None]:
+    """Draw on the CPU from the stream of a key; torch's own generator goes on as if nothing was drawn."""
+    with torch.random.fork_rng(devices=()), torch.device("cpu"):
+        torch.default_generator.manual_seed(stream(*key).initial_seed())
+        yield
 
 
 def permutation(features: int, seed: int, task: int) -> Tensor:

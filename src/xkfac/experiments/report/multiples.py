@@ -15,7 +15,8 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-from xkfac.experiments.report.drawing import SPREAD, Plot, multiples, shortened, whole_ticks
+from xkfac.errors import shortened
+from xkfac.experiments.report.drawing import SPREAD, Plot, multiples, whole_ticks
 from xkfac.experiments.report.styles import PALETTE
 from xkfac.experiments.report.tables import ReportLine, printable, spread_cells
 from xkfac.experiments.runs.results import Spread, spread
@@ -48,12 +49,16 @@ def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
     named = any(entry.order for entry in lines)
     if any(entry.images and not entry.order for entry in lines):
         note += " Repeats met the tasks in different orders: where tasks have numbers, they are places in the order."
-    alts = [_matrix_alt(entry, means) for entry, means in zip(lines, matrices, strict=True)]
-    rows = [
-        [entry.name, entry.label, after, task, *spread_cells(value), *([_name(entry, task)] if named else [])]
-        for entry, of in zip(lines, cells, strict=True)
-        for after, task, value in of
+    alts = [
+        f"{entry.label}: after {len(means)} tasks {np.nanmin(means[-1]):.1f}% on the worst and "
+        f"{np.nanmax(means[-1]):.1f}% on the best task."
+        for entry, means in zip(lines, matrices, strict=True)
     ]
+    rows = []
+    for entry, of in zip(lines, cells, strict=True):
+        for after, task, value in of:
+            name = [entry.order[task - 1] if entry.order else ""] if named else []
+            rows.append([entry.name, entry.label, after, task, *spread_cells(value), *name])
     header = ["line", "label", "after_task", "task", *SPREAD, *(["name"] if named else [])]
     plot = Plot(key, title, note, "Heat maps of accuracy. " + " ".join(alts), header, rows)
     ticks = {tick: _shade(tick, ends) for tick in sorted({*ends, *(t for t in _TICKS if ends[0] < t < ends[1])})}
@@ -92,19 +97,6 @@ def _cells(entry: ReportLine) -> list[tuple[int, int, Spread]]:
     return found
 
 
-def _name(entry: ReportLine, task: int) -> str:
-    """Return the name of a task, counted from 1, where all repeats of a line have it at this place."""
-    return entry.order[task - 1] if entry.order else ""
-
-
-def _matrix_alt(entry: ReportLine, means: np.ndarray[Any, Any]) -> str:
-    last = means[-1]
-    return (
-        f"{entry.label}: after {len(means)} tasks {np.nanmin(last):.1f}% on the worst and {np.nanmax(last):.1f}% on "
-        "the best task."
-    )
-
-
 def _draw_matrix(
     axes: Axes, means: np.ndarray[Any, Any], ends: tuple[float, float], names: Sequence[str] | None
 ) -> None:
@@ -127,15 +119,8 @@ def _draw_matrix(
     if size <= _CELLS_WITH_NUMBERS:
         for (row, column), value in np.ndenumerate(means):
             if math.isfinite(value):
-                dark = _shade(value, ends) < 0.5
-                axes.text(
-                    column + 1,
-                    row + 1,
-                    f"{value:.0f}",
-                    ha="center",
-                    va="center",
-                    color="#fffffe" if dark else "#000001",
-                )
+                ink = "#fffffe" if _shade(value, ends) < 0.5 else "#000001"
+                axes.text(column + 1, row + 1, f"{value:.0f}", ha="center", va="center", color=ink)
 
 
 def draw_training(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:

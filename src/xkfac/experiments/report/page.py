@@ -35,8 +35,6 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> tuple[Path, list[P
     """Write `report.html` and the folder `figures` of one or several runs, finished or not.
 
     Returns the paths of the page and of the figures as PNG.
-
-    Raises XkfacError when there are no runs, none has measured anything, or the folder cannot be written.
     """
     figures = folder / _FIGURES
     check_path(figures / "accuracies.csv")

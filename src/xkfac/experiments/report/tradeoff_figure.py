@@ -32,8 +32,6 @@ def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOF
 
     Points are means over repeats with bars of one standard deviation. Dotted lines are the source network's accuracy
     and the ceilings of the targets.
-
-    Raises XkfacError when the folder cannot be written.
     """
     shown = [*found.curves, *found.alone]
     styles = [_style(place, curve) for place, curve in enumerate(shown)]
@@ -47,7 +45,9 @@ def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOF
     def fill(axes: Axes, position: int) -> None:
         for points, style in zip(placed, styles, strict=True):
             _draw(axes, points, style)
-        _references(axes, found)
+        # What the source network has of the source, and what networks of their own have of the targets.
+        for draw in (axes.axvline, *([axes.axhline] if found.tops else [])):
+            draw(100, color=INK, linestyle=(0, (1.0, 3.0)), linewidth=1, zorder=0)
         axes.set_xlabel(f"{found.source} kept (%)")
         axes.set_ylabel(what)
         axes.grid()
@@ -89,12 +89,6 @@ def _draw(axes: Axes, points: _Placed, style: Style) -> None:
     if any(bar.any() for bar in bars):
         axes.errorbar(x, y, bars[1], bars[0], fmt="none", ecolor=style.colour, elinewidth=0.8, alpha=0.6)
     axes.plot(x, y, **style.plot)
-
-
-def _references(axes: Axes, found: Tradeoffs) -> None:
-    """Draw what the source network has of the source, and what networks of their own have of the targets."""
-    for draw in (axes.axvline, *([axes.axhline] if found.tops else [])):
-        draw(100, color=INK, linestyle=(0, (1.0, 3.0)), linewidth=1, zorder=0)
 
 
 def _enlarged(placed: Sequence[_Placed]) -> _Limits | None:

@@ -36,7 +36,7 @@ Point = tuple[float, float]
 def reach(curve: Sequence[Point], kept: float) -> float | None:
     """Return the largest share on a curve at points that keep at least `kept`; None where no point does."""
     shares = [share for x, share in curve if x >= kept]
-    shares += [_height(one, other, kept) for one, other in pairwise(curve) if _crosses(one, other, kept)]
+    shares += [_height(*pair, kept) for pair in pairwise(curve) if min(pair)[0] < kept < max(pair)[0]]
     return max(shares, default=None)
 
 
@@ -64,10 +64,6 @@ def _strip(curve: Sequence[Point], low: float, high: float) -> float:
         for (left, one), (right, other) in pairwise(zip(crossings, tops, strict=True))
     )
     return (high - low) * sum(shares)
-
-
-def _crosses(one: Point, other: Point, kept: float) -> bool:
-    return min(one[0], other[0]) < kept < max(one[0], other[0])
 
 
 def _height(one: Point, other: Point, kept: float) -> float:
