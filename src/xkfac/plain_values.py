@@ -1,7 +1,5 @@
 """Values of types from the plain values that JSON and TOML make of them, each checked by its type and range."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass

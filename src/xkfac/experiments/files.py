@@ -1,7 +1,5 @@
 """Files: paths that can be used, regular files read within a limit, files that are there as a whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

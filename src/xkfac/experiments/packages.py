@@ -1,7 +1,5 @@
 """Packages that experiments need and the library does not."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

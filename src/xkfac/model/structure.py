@@ -1,7 +1,5 @@
 """Is a network made of the units that a memory knows? What a pass found is compared with what the memory holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """Watch a forward pass at the level of torch functions: which linear maps run, and which BN is running."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

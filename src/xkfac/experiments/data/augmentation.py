@@ -3,8 +3,6 @@
 All randomness is drawn beforehand on the CPU, so that a training step that augments can be replayed as a CUDA graph.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ pipes, devices and files that are too large are errors, and so is a folder that 
 circle would have no end.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import zipfile

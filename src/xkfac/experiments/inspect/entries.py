@@ -11,8 +11,6 @@ probability q in proportion to sum_k |A_k| |H_k|, whose total Z is exact, and |s
 number in [0, 1], is averaged. That is unbiased, and its standard error is at most Z / 2 over the root of the draws.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a memory file holds, in numbers that a person can judge."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path

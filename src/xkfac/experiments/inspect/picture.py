@@ -1,7 +1,5 @@
 """A figure of what a memory holds: the spectrum of each unit, and how much of it is common to a mini-batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

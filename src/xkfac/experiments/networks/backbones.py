@@ -1,7 +1,5 @@
 """Deep networks with one head a task on a trunk that torchvision or timm knows by name."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The networks of the experiments."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from torch import nn

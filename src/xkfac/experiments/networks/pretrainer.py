@@ -1,7 +1,5 @@
 """The training of a source network: how it is made, and its epochs, captured as graphs on a GPU."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated

@@ -9,8 +9,6 @@ Each value becomes a line of its own, `kfac-x0.1` or `fine-tuning-lr0.05`, so th
 of sweeps. Such a line keeps `sweep = { line = "kfac", label = "K-FAC", key = "strength" }`: what it is a point of.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables of TOML: dataclasses made from them with every key and type checked, and values written back."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

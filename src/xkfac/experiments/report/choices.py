@@ -1,7 +1,5 @@
 """What a tuning chose, as its folder holds it: the choices with their reasons, and what every setting reached."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

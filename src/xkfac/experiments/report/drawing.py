@@ -1,7 +1,5 @@
 """What all figures of a report share: their parts, their files, their form in a page."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The figures of a report: as PNG, SVG and CSV files, and as SVG elements for its page."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

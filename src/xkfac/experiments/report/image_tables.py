@@ -3,8 +3,6 @@
 Both are of the repeats that have learnt all tasks, whatever the order in which they met them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean

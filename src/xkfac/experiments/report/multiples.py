@@ -1,7 +1,5 @@
 """Small multiples of a report, one plot per line: accuracy on every task, and losses over epochs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report of an experiment: one page that needs nothing but itself, and the files of its figures beside it."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Hyperparameters are chosen by what a target task shows, without source data. Tha
 better on the target are better on all tasks: as far as the two accuracies rank settings alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 from pathlib import Path

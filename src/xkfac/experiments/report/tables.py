@@ -1,7 +1,5 @@
 """The lines of a report and their numbers, shared by the terminal, the page and CSV files."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """The figure of trade-off curves: source kept against target learnt, one curve per method, one marker per value."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -14,8 +14,6 @@ keeps most, nothing is reached, and the area gains nothing; left of the point th
 share there is, as all points keep more than asked for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

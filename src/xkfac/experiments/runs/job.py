@@ -4,8 +4,6 @@ A job is made of stages. Each is a training from its first to its last epoch, af
 the network measured. A stage can also be learnt by itself, from a given state, as trials of settings do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

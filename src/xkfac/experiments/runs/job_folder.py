@@ -1,7 +1,5 @@
 """The folder of a job: its events and checkpoints, whole at every moment and checked whenever they are read."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What a run has measured, and the metrics of continual learning that follow from it."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a job learns: tasks in their order, the network that meets them, and the examples of each."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Sequence

@@ -13,8 +13,6 @@ Whole files replace each other, and each piece of work is done under a lock that
 comes next finds every piece either done or free.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -5,8 +5,6 @@ and chooses among them, and loads the training and validation data of targets al
 and reads the test parts. Each phase has processes of its own, so that nothing is left over from the one before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time

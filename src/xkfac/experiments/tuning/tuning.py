@@ -5,8 +5,6 @@ left. The trial with the best accuracy on the validation part of the target is c
 next task begins. What the run folder then holds is a normal run, with the chosen settings from task to task.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
