@@ -87,7 +87,7 @@ class JobFolder:
         """Write a checkpoint in place of the one before the last; the last one stays as it is."""
         events = self._content()
         known = {**state, "events": len(events), "events_sha256": digest_of(events)}
-        number = max((number for number, _ in _numbered(self.path, "checkpoint")), default=0) + 1
+        number = max((number for number, _ in self._checkpoints()), default=0) + 1
         path = self.path / f"checkpoint-{number}.safetensors"
         with writing(path):
             if self._events.exists():
@@ -98,6 +98,9 @@ class JobFolder:
             for _, old in _numbered(self.path, kind)[:-2]:
                 old.unlink(missing_ok=True)
 
+    def _checkpoints(self) -> list[tuple[int, Path]]:
+        return _numbered(self.path, "checkpoint")
+
     def restore(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return the latest state that is whole, events cut back to it, or None where the job has to begin anew.
 
@@ -105,7 +108,7 @@ class JobFolder:
         leads to the same numbers.
         """
         damaged: list[tuple[Path, str]] = []
-        for _, path in reversed(_numbered(self.path, "checkpoint")):
+        for _, path in reversed(self._checkpoints()):
             try:
                 state, tensors = storage.read(path, CHECKPOINT)
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
