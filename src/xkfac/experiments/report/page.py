@@ -12,13 +12,7 @@ from xkfac.experiments.report.choices import read_tuned
 from xkfac.experiments.report.comparison import compare, comparison_table
 from xkfac.experiments.report.drawing import write_file
 from xkfac.experiments.report.figures import draw_all
-from xkfac.experiments.report.image_tables import (
-    accuracy_table,
-    image_tables,
-    inference_table,
-    share_table,
-    tables_csv,
-)
+from xkfac.experiments.report.image_tables import accuracy_table, image_tables, inference_table, share_table, tables_csv
 from xkfac.experiments.report.markup import counted, rendered
 from xkfac.experiments.report.summary import summary
 from xkfac.experiments.report.tables import ReportLine, columns, entries, furthest, run_names, started, summary_csv
