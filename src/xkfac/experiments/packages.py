@@ -16,10 +16,7 @@ class PackageError(XkfacError):
 
 
 def imported(name: str, what: str) -> Any:
-    """Return a module that `what` needs.
-
-    Raises PackageError with the reason why it cannot be imported, and what to install.
-    """
+    """Return a module that `what` needs."""
     try:
         try:
             return importlib.import_module(name)

@@ -23,7 +23,6 @@ class Augmentation:
 
     scale: the range of a random crop's area, as a share of the picture's; (1, 1) means no crop.
     ratio: the range of a random crop's width / height. flip: mirror every other picture, at random.
-    Raises DataError when one of them makes no sense.
     """
 
     pixels: int

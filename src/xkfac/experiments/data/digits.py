@@ -108,7 +108,6 @@ def batches(count: int, size: int, *, seed: int, task: int, epoch: int) -> Tenso
     """Return the order of one epoch, [steps, size] int64 on the CPU: full batches of `count` shuffled examples.
 
     Fixed by (seed, task, epoch) and the number of examples; the count % size examples left over vary by epoch.
-    Raises DataError when there is no full batch.
     """
     if size > count:
         raise DataError(f"the batch size is {size}, but there are {count} examples; choose a smaller one")
@@ -221,10 +220,7 @@ def _checked(content: bytes, name: str) -> bytearray:
 
 
 def _fetch(name: str, folder: Path) -> Path:
-    """Fetch a file of MNIST into `folder/MNIST/raw` from the first mirror that has it intact, and return its path.
-
-    Raises DataError that names each mirror and its failure; nothing half written remains.
-    """
+    """Fetch a file of MNIST into `folder/MNIST/raw` from the first mirror that has it intact, and return its path."""
     target = folder / "MNIST" / "raw" / f"{name}.gz"
     failures = []
     try:

@@ -16,8 +16,6 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 
     Left, how many eigenvalues of each unit lie in each decade, those of the terms of a sum counted together. Right, the
     share of the last term, H'' for XK-FAC, in the trace of each unit.
-
-    Raises XkfacError for a memory without units, or an ending that is no format of figures.
     """
     units = found["units"]
     if not units:

@@ -32,8 +32,6 @@ class Pretraining:
     after `warmup`, a share of all steps, from where it falls to 0 along a cosine. decay: weight decay of all weights
     but biases and those of normalisation. smoothing: of labels. scale: range of a random crop's area, (1, 1) for none.
     cutmix: alpha of the Beta distribution of shares, 0 for none.
-
-    Raises PretrainingError when one of them makes no sense.
     """
 
     model: str = "resnet18"

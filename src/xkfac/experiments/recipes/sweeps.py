@@ -38,8 +38,6 @@ def expanded(
     """Return the tables of all lines, each sweep replaced by its points, and the names of the points by sweep.
 
     defaults: those of all lines. Their sweep holds for lines that have none, as far as it has an effect there.
-
-    Raises RecipeError for a sweep that cannot be run as it is written.
     """
     tables: dict[str, Any] = {}
     sweeps: dict[str, tuple[str, ...]] = {}

@@ -224,10 +224,7 @@ def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
 
 
 def most_processes(run: RunFolder, jobs: int | None) -> int:
-    """Return how many processes may work on a run side by side, by default one for each core.
-
-    Raises RunError when it is none, or the run needs a GPU that is not there.
-    """
+    """Return how many processes may work on a run side by side, by default one for each core."""
     if jobs is not None and jobs < 1:
         raise RunError(f"jobs must be at least 1, not {jobs}")
     if torch.device(run.facts["place"]).type == "cuda" and not torch.cuda.is_available():
