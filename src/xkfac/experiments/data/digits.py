@@ -104,14 +104,14 @@ def permutation(features: int, seed: int, task: int) -> Tensor:
     return torch.randperm(features, generator=stream("permutation", seed, task), device="cpu")
 
 
-def batches(count: int, size: int, *, seed: int, task: int, epoch: int) -> Tensor:
+def batches(count: int, size: int, *, seed: int, task: int, epoch: int, what: str = "batches") -> Tensor:
     """Return the order of one epoch, [steps, size] int64 on the CPU: full batches of `count` shuffled examples.
 
     Fixed by (seed, task, epoch) and the number of examples; the count % size examples left over vary by epoch.
     """
     if size > count:
         raise DataError(f"the batch size is {size}, but there are {count} examples; choose a smaller one")
-    order = torch.randperm(count, generator=stream("batches", seed, task, epoch), device="cpu")
+    order = torch.randperm(count, generator=stream(what, seed, task, epoch), device="cpu")
     return order[: count // size * size].view(-1, size)
 
 

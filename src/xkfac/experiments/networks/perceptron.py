@@ -14,9 +14,9 @@ def perceptron(features: int, classes: int, line: Line, seed: int) -> nn.Sequent
 
     The weights are fixed by the seed alone, whatever the line.
     """
-    norms = {"bn": [nn.BatchNorm1d], "brn": [BatchRenorm1d], "none": []}[line.norm]
+    norms: dict[str, list[type[nn.Module]]] = {"bn": [nn.BatchNorm1d], "brn": [BatchRenorm1d], "none": []}
     with drawing_from("weights", seed):
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise((features, *line.widths)):
-            layers += [nn.Linear(inputs, outputs), *(norm(outputs) for norm in norms), nn.ReLU(inplace=True)]
+            layers += [nn.Linear(inputs, outputs), *(norm(outputs) for norm in norms[line.norm]), nn.ReLU(inplace=True)]
         return nn.Sequential(*layers, nn.Linear((features, *line.widths)[-1], classes))

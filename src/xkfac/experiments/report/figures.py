@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -181,5 +182,5 @@ def _draw_curve(axes: Axes, entry: ReportLine, curve: Sequence[tuple[int, Spread
     for before in set(entry.diverged):
         place = np.searchsorted(counts, before, side="right") - 1
         if place >= 0:
-            cross = {"color": style.colour, "markersize": 11, "markeredgewidth": 2.6, "zorder": 5}
+            cross: dict[str, Any] = {"color": style.colour, "markersize": 11, "markeredgewidth": 2.6, "zorder": 5}
             axes.plot(counts[place], means[place], "x", **cross)

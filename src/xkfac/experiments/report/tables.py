@@ -173,11 +173,12 @@ def _coloured(found: list[ReportLine], runs: Iterable[tuple[RunResults, str]]) -
 def columns(lines: Sequence[ReportLine]) -> list[Column]:
     """Return the columns of the summary that some line has a value for."""
     most = furthest(lines)
-    found = [
-        Column(f"after {n}", f"Average accuracy in % after {n} tasks", 1, lambda e, n=n: e.averages.get(n))
-        for n in CHECKPOINTS
-        if n < most
-    ]
+
+    def after(count: int) -> Column:
+        hint = f"Average accuracy in % after {count} tasks"
+        return Column(f"after {count}", hint, 1, lambda e: e.averages.get(count))
+
+    found = [after(count) for count in CHECKPOINTS if count < most]
     found += [
         Column(f"after {most}" if most else "final", "Average accuracy in % after the last task", 1, lambda e: e.final),
         Column(

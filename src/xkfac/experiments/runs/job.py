@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from xkfac.errors import MemoryFileError, NotFiniteError
 from xkfac.experiments.data.digits import batches, stream
@@ -94,7 +94,11 @@ class JobRun:
             if self.folder.result().done:
                 return
         while self.state.stage < len(self.stages):
-            if not self._finite_stage(carried):
+            try:
+                finite = self._stage(carried)
+            except NotFiniteError:  # weights can be finite still where statistics or curvature no longer are
+                finite = False
+            if not finite:
                 self.folder.note("end", diverged=self.stages[self.state.stage].task)
                 break
             carried = {}
@@ -102,12 +106,6 @@ class JobRun:
             self.folder.note("end", diverged=None)
             self.memory = None
         self._save({}, force=True)
-
-    def _finite_stage(self, carried: Carried) -> bool:
-        try:
-            return self._stage(carried)
-        except NotFiniteError:  # weights can be finite still where statistics or curvature no longer are
-            return False
 
     def _stage(self, carried: Carried) -> bool:
         """Go through a stage to its end; return whether its numbers stayed finite."""
@@ -139,7 +137,9 @@ class JobRun:
         start = time.monotonic() - state.seconds
         examples = self.sequence.train(stage.tasks)
         with self._stepper(examples, stage) as stepper:
-            self._take_up(stepper, carried)
+            load_momentum(self.model, stepper.optimizer, carried.get("momentum", {}))
+            if self._balance is not None and carried.get("balance"):
+                self._balance.load_state_dict(carried["balance"])
             while state.epoch < line.epochs and not state.diverged:
                 self._epoch(stepper, stage)
                 state.seconds = time.monotonic() - start
@@ -154,10 +154,7 @@ class JobRun:
     def _stepper(self, examples: Examples, stage: Stage) -> Iterator[Stepper]:
         """Yield the stepper of a stage, with its learner begun or taken up again where there is a past to protect."""
         line = self.line
-        options: dict[str, Any] = {
-            "label_smoothing": line.label_smoothing,
-            "autocast": self.autocast,
-        }
+        options: dict[str, Any] = {"label_smoothing": line.label_smoothing, "autocast": self.autocast}
         if self.memory is None or not self._protected:
             yield Stepper(self.model, examples, make_optimizer(self.model, self.line.momentum), None, **options)
             return
@@ -235,13 +232,17 @@ class JobRun:
         if 0 < state.epoch == line.head_epochs and line.momentum:
             stepper.rest()
         stepper.examples.redraw(self.seed, stage.task, state.epoch)
-        order = self._order(stepper.examples, stage)
+        keys = {"seed": self.seed, "task": stage.task, "epoch": state.epoch}
+        what = "joint" if stage.kind == JOINT else "batches"
+        order = batches(len(stepper.examples), line.batch, **keys, what=what)
         try:
             loss, penalty = stepper.epoch(order, *rates)
         except NotFiniteError:  # the learner notices it before the epoch ends
             loss = penalty = math.nan
-        validation = self._validation(stage)
-        finite = math.isfinite(loss) and math.isfinite(penalty) and _is_finite(self.model)
+        found = [self.sequence.accuracy(self.model, task, "validation") for task in stage.tasks]
+        validation = sum(found) / len(found)
+        weights = float(sum(tensor.double().sum() for tensor in self.model.state_dict().values()))
+        finite = all(map(math.isfinite, (loss, penalty, weights)))
         if not finite:
             state.diverged = True
         elif line.average:
@@ -260,17 +261,6 @@ class JobRun:
             time=time.time(),
         )
         state.epoch += 1
-
-    def _order(self, examples: Examples, stage: Stage) -> Tensor:
-        size, keys = self.line.batch, {"seed": self.seed, "task": stage.task, "epoch": self.state.epoch}
-        if stage.kind != JOINT:
-            return batches(len(examples), size, **keys)
-        shuffled = torch.randperm(len(examples), generator=stream("joint", *keys.values()), device="cpu")
-        return shuffled[: len(examples) // size * size].view(-1, size)
-
-    def _validation(self, stage: Stage) -> float:
-        values = [self.sequence.accuracy(self.model, task, "validation") for task in stage.tasks]
-        return sum(values) / len(values)
 
     def _add_to_average(self) -> None:
         """Take the weights at the end of an epoch into the average over the last ones."""
@@ -337,11 +327,6 @@ class JobRun:
         balance = {} if self._balance is None else self._balance.state_dict()
         return {"momentum": momentum_of(self.model, stepper.optimizer), "balance": balance}
 
-    def _take_up(self, stepper: Stepper, carried: Carried) -> None:
-        load_momentum(self.model, stepper.optimizer, carried.get("momentum", {}))
-        if self._balance is not None and carried.get("balance"):
-            self._balance.load_state_dict(carried["balance"])
-
     def _save(self, carried: Carried, *, force: bool = False) -> None:
         """Write a checkpoint if the last one is old enough."""
         if not force and time.monotonic() - self._saved < self.checkpoint_seconds:
@@ -382,7 +367,3 @@ class JobRun:
         known = {key: value for key, value in state.items() if key in vars(self.state)}
         self.state = JobState(**known)
         return named
-
-
-def _is_finite(model: nn.Module) -> bool:
-    return math.isfinite(sum(tensor.double().sum() for tensor in model.state_dict().values()))

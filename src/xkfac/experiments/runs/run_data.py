@@ -149,17 +149,8 @@ class ImageData:
             name: Augmentation(self.images.pixels, (task.scale[0], task.scale[1]), flip=task.flip)
             for name, task in self.recipe.tasks.items()
         }
-        own_bn = line.resolved_method().own_bn
-        return ImageTasks(
-            self.recipe.order(seed),
-            self.source(seed),
-            self.parts,
-            augmentations,
-            self.place,
-            own_bn,
-            line.own,
-            self.images.infer_tasks,
-        )
+        order, source = self.recipe.order(seed), self.source(seed)
+        return ImageTasks(line, order, source, self.parts, augmentations, self.place, self.images.infer_tasks)
 
 
 def _check_held_out(line: Line, task: str, count: int, *, calibrated: bool) -> None:

@@ -6,7 +6,6 @@ next task begins. What the run folder then holds is a normal run, with the chose
 """
 
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from xkfac.experiments.files import check_path
-from xkfac.experiments.provenance import device_of
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import NotWritten, RunError, write_text, writing
@@ -57,8 +55,7 @@ def tune(
         if "tuning" not in run.facts or run.recipe.to_toml() != chosen_recipe.to_toml():
             raise RunError(f"'{path}' holds another run, not the tuning of this recipe; choose another folder")
     else:
-        where = data or os.environ.get("XKFAC_DATA")
-        facts = checked(chosen_recipe, where, device_of(device, RunError), download=download, verbose=show is not None)
+        facts = checked(chosen_recipe, data, device, download=download, verbose=show is not None)
         facts["tuning"] = {"scatter": scatter}
         run = _created(path, chosen_recipe, facts)
     return go_on(run, jobs=jobs, show=show)
