@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import NamedTuple
 from urllib.request import urlopen
 
 import torch
@@ -129,44 +128,32 @@ def load(
 
     Raises DataError when a file is missing or damaged, or there are too few examples.
     """
-    source = _digits() if name == "digits" else _mnist(folder, download)
-    order = torch.randperm(len(source.labels), generator=stream("split", name), device="cpu")
+    images, labels, *test = _digits() if name == "digits" else _mnist(folder, download)
+    scale = 16 if name == "digits" else 255
+    order = torch.randperm(len(labels), generator=stream("split", name), device="cpu")
     rest = len(order) - validation
     if rest < (train or 1):
         raise DataError(
             f"{name} has {len(order)} examples beside the test part: validation={validation} leaves {max(rest, 0)} for "
             f"training, and {train or 1} must be left; lower validation" + (" or train" if train else "")
         )
-    limit = rest if train is None else train
-    return Parts(source.part(order[:limit]), source.part(order[rest:]), source.test)
+    chosen = order[: rest if train is None else train], order[rest:]
+    # Examples are picked while pixels are still bytes, so that floats are never copied.
+    parts = [*((images[index], labels[index]) for index in chosen), test]
+    return Parts(*(Part(x.flatten(1).float().div_(scale), y.long()) for x, y in parts))
 
 
-class _Source(NamedTuple):
-    """What a data set has: images [n, ...] with values up to `scale`, labels [n], and its test part."""
-
-    images: Tensor
-    labels: Tensor
-    scale: int
-    test: Part
-
-    def part(self, index: Tensor) -> Part:
-        """Return the examples `index` [k], picked while pixels are still bytes, so that floats are never copied."""
-        return _scaled(self.images[index], self.labels[index], self.scale)
-
-
-def _scaled(images: Tensor, labels: Tensor, scale: int) -> Part:
-    return Part(images.flatten(1).float().div_(scale), labels.long())
-
-
-def _digits() -> _Source:
+def _digits() -> list[Tensor]:
+    """Return images and labels of scikit-learn's digits, then those of the test part."""
     datasets = imported("sklearn.datasets", "the data set 'digits'")
     images, labels = (torch.from_numpy(array) for array in datasets.load_digits(return_X_y=True))
     order = torch.randperm(len(labels), generator=stream("test", "digits"), device="cpu")
     test, rest = order[:DIGITS_TEST], order[DIGITS_TEST:]
-    return _Source(images[rest], labels[rest], 16, _scaled(images[test], labels[test], 16))
+    return [images[rest], labels[rest], images[test], labels[test]]
 
 
-def _mnist(folder: Path | str | None, download: bool) -> _Source:
+def _mnist(folder: Path | str | None, download: bool) -> list[Tensor]:
+    """Return images and labels of MNIST, then those of the test part."""
     folder = folder or os.environ.get("XKFAC_DATA")
     if not folder:
         raise DataError(
@@ -190,8 +177,7 @@ def _mnist(folder: Path | str | None, download: bool) -> _Source:
                 "or add --download to fetch it"
             )
         arrays.append(_read(path or _fetch(name, folder), name))
-    images, labels, test_images, test_labels = arrays
-    return _Source(images, labels, 255, _scaled(test_images, test_labels, 255))
+    return arrays
 
 
 def _read(path: Path, name: str) -> Tensor:

@@ -44,8 +44,9 @@ def expanded(
     for name, given in lines.items():
         own = dict(as_table(given, f"lines.{name}"))
         sweep, where = own.pop("sweep", None), f"lines.{name}: sweep"
-        if sweep is None and _has_effect(own, defaults):
-            sweep, where = defaults.get("sweep"), "defaults: sweep"
+        default = defaults.get("sweep")
+        if sweep is None and (swept_key(default) != "strength" or _penalised({**defaults, **own})):
+            sweep, where = default, "defaults: sweep"
         if isinstance(sweep, dict) and "line" in sweep:  # a point, as the recipe of a run has it written out
             points = {name: {**own, "sweep": sweep}}
             sweeps[str(sweep["line"])] = (*sweeps.get(str(sweep["line"]), ()), name)
@@ -59,11 +60,6 @@ def expanded(
             raise RecipeError(f"lines.{name}: the sweep makes a line '{twice}', which there is already; rename one")
         tables |= points
     return tables, sweeps
-
-
-def _has_effect(own: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    """Return whether the sweep that all lines have by default changes anything on a line."""
-    return swept_key(defaults.get("sweep")) != "strength" or _penalised({**defaults, **own})
 
 
 def _penalised(table: Mapping[str, Any]) -> bool:

@@ -143,7 +143,8 @@ class JobRun:
             while state.epoch < line.epochs and not state.diverged:
                 self._epoch(stepper, stage)
                 state.seconds = time.monotonic() - start
-                self._save(self._carried(stepper))
+                balance = {} if self._balance is None else self._balance.state_dict()
+                self._save({"momentum": momentum_of(self.model, stepper.optimizer), "balance": balance})
         if not self._best or (state.diverged and not line.early_stopping):
             return False
         self.model.load_state_dict(self._best)
@@ -321,11 +322,6 @@ class JobRun:
             return [self.sequence.accuracy(self.model, task, "test") for task in range(stage.count)]
         self.state.singles = [*self.state.singles, self.sequence.accuracy(self.model, stage.task, "test")]
         return self.state.singles
-
-    def _carried(self, stepper: Stepper) -> Carried:
-        """Return what a training in progress goes on with beside weights: momentum, and the state of a balance."""
-        balance = {} if self._balance is None else self._balance.state_dict()
-        return {"momentum": momentum_of(self.model, stepper.optimizer), "balance": balance}
 
     def _save(self, carried: Carried, *, force: bool = False) -> None:
         """Write a checkpoint if the last one is old enough."""
