@@ -238,7 +238,8 @@ def _layers_and_norms(trace: _Discovery, size: int, merge: bool, excluded: set[s
     merged: set[str] = set()
     faults: dict[str, str] = {}
     for weight, layer in trace.layers.items():
-        parts = [weight, *_bias_names(trace, layer)]
+        biases = {id(call.bias) for call in layer.calls if call.bias is not None}
+        parts = [weight, *(trace.names.get(bias, "") for bias in biases)]
         if not _is_unit(trace, layer, parts, size) or excluded.intersection(parts):
             continue
         norm = _norm_behind(trace, layer) if merge else None
@@ -276,11 +277,6 @@ def _layer_unit(weight: str, bias: str | None, norm: str | None, calls: list[Cal
         convolution=call.convolution,
         calls=len(calls),
     )
-
-
-def _bias_names(trace: _Discovery, layer: _Layer) -> list[str]:
-    biases = {id(call.bias): call.bias for call in layer.calls if call.bias is not None}
-    return [trace.names.get(key, "") for key in biases]
 
 
 def _is_unit(trace: _Discovery, layer: _Layer, parts: list[str], size: int) -> bool:

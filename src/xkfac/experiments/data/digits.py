@@ -140,7 +140,8 @@ def load(
     chosen = order[: rest if train is None else train], order[rest:]
     # Examples are picked while pixels are still bytes, so that floats are never copied.
     parts = [*((images[index], labels[index]) for index in chosen), test]
-    return Parts(*(Part(x.flatten(1).float().div_(scale), y.long()) for x, y in parts))
+    learnt, aside, tested = (Part(x.flatten(1).float().div_(scale), y.long()) for x, y in parts)
+    return Parts(learnt, aside, tested)
 
 
 def _digits() -> list[Tensor]:

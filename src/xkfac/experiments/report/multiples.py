@@ -30,7 +30,10 @@ _LONG = 15  # tasks from which on epochs are too dense to be read one by one
 def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
     """Draw the accuracy on every task after every task as heat maps, one per line."""
     cells = [_cells(entry) for entry in lines]
-    matrices = [_mean_matrix(entry.reached, of) for entry, of in zip(lines, cells, strict=True)]
+    matrices = [np.full((entry.reached, entry.reached), np.nan) for entry in lines]
+    for means, of in zip(matrices, cells, strict=True):
+        for after, task, value in of:
+            means[after - 1, task - 1] = value.mean
     low = min(float(np.nanmin(means)) for means in matrices)
     high = max(float(np.nanmax(means)) for means in matrices)
     ends = (10.0 * math.floor(low / 10), min(100.0, math.floor(high) + 1.0))
@@ -73,13 +76,6 @@ def _shade(accuracy: Any, ends: tuple[float, float]) -> Any:
     """Return where accuracies lie between the ends of a colour scale, from 0 to 1, by the logarithm of 1 + error."""
     first, last = (math.log1p(100 - end) for end in ends)
     return (first - np.log1p(100 - np.minimum(accuracy, 100))) / (first - last)
-
-
-def _mean_matrix(size: int, cells: list[tuple[int, int, Spread]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    means = np.full((size, size), np.nan)
-    for after, task, value in cells:
-        means[after - 1, task - 1] = value.mean
-    return means
 
 
 def _cells(entry: ReportLine) -> list[tuple[int, int, Spread]]:
@@ -138,7 +134,12 @@ def draw_training(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
     if last >= _LONG:
         note += " The heavy lines join the last epochs of the tasks."
     alts = [f"{entry.label}: loss of the task and penalty over epochs." for entry in lines]
-    rows = [cells for entry, of in curves for cells in _training_rows(entry, of)]
+    rows: list[list[Any]] = []
+    for entry, of in curves:
+        values_at = [{(task, epoch): value for task, epoch, value in curve} for curve in of.values()]
+        for place in sorted({place for known in values_at for place in known}):
+            cells = (cell for known in values_at for cell in spread_cells(known.get(place)))
+            rows.append([entry.name, entry.label, *place, *cells])
     header = ["line", "label", "task", "epoch", *(f"{what}_{cell}" for what in ("loss", "penalty") for cell in SPREAD)]
     plot = Plot(key, title, note, "Loss and penalty over epochs. " + " ".join(alts), header, rows)
     names = {"loss of the task": PALETTE[0], "penalty": PALETTE[1]}
@@ -162,14 +163,6 @@ def _epoch_curve(entry: ReportLine, what: str) -> _EpochCurve:
                 found.setdefault((epoch["task"] + 1, epoch["epoch"] + 1), []).append(epoch[what])
     spreads = ((place, spread(values)) for place, values in sorted(found.items()))
     return [(*place, value) for place, value in spreads if value is not None]
-
-
-def _training_rows(entry: ReportLine, of: dict[str, _EpochCurve]) -> list[list[Any]]:
-    values = {what: {(task, epoch): value for task, epoch, value in curve} for what, curve in of.items()}
-    return [
-        [entry.name, entry.label, *place, *(cell for what in values for cell in spread_cells(values[what].get(place)))]
-        for place in sorted({place for known in values.values() for place in known})
-    ]
 
 
 def _draw_training(
@@ -197,14 +190,11 @@ def _draw_training(
 
 def _broken(places: Sequence[tuple[int, float, float]]) -> tuple[list[float], list[float]]:
     """Return a curve that is broken between numbers of tasks that do not follow each other, as of joint training."""
-    xs: list[float] = []
-    ys: list[float] = []
+    points: list[tuple[float, float]] = []
     before = 0
     for task, x, y in places:
         if task > before + 1:
-            xs.append(math.nan)
-            ys.append(math.nan)
-        xs.append(x)
-        ys.append(y if y > 0 else math.nan)  # a logarithm has no place for the penalty of the first task
+            points.append((math.nan, math.nan))
+        points.append((x, y if y > 0 else math.nan))  # a logarithm has no place for the penalty of the first task
         before = task
-    return xs, ys
+    return [x for x, _ in points], [y for _, y in points]

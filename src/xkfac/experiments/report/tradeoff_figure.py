@@ -37,7 +37,13 @@ def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOF
     ends = "; ".join(f"{curve.label} {number(curve.area, 3)}" for curve in found.curves)
     what = f"{found.what} (%)"
     alt = f"{title}: {what} against what is kept of {found.source} in percent. Areas under the curves: {ends}."
-    plot = Plot(key, title, _note(found), alt, _HEADER, _rows(found))
+    note = (
+        "Each marker is one value of what is swept: a strength, or a learning rate. Further right, more of "
+        f"{found.source} is kept; further up, more is learnt. Dotted lines: the source network"
+        + (", and networks of their own for the targets" if found.tops else "")
+        + ". Numbers beside a name are areas under the curve."
+    )
+    plot = Plot(key, title, note, alt, _HEADER, _rows(found))
     limits = [None, near] if (near := _enlarged(placed)) is not None else [None]
 
     def fill(axes: Axes, position: int) -> None:
@@ -100,12 +106,3 @@ def _enlarged(placed: Sequence[_Placed]) -> _Limits | None:
     high = max(reached for curve in curves if (reached := reach(curve, _NEAR)) is not None)
     margin = 0.06 * max(high - low, 1.0)
     return (_NEAR, max(right, 100.0) + 0.5), (low - margin, high + margin)
-
-
-def _note(found: Tradeoffs) -> str:
-    return (
-        "Each marker is one value of what is swept: a strength, or a learning rate. Further right, more of "
-        f"{found.source} is kept; further up, more is learnt. Dotted lines: the source network"
-        + (", and networks of their own for the targets" if found.tops else "")
-        + ". Numbers beside a name are areas under the curve."
-    )

@@ -209,14 +209,12 @@ def tradeoff_table(found: Tradeoffs) -> Table:
         + (f" Ceilings: {tops}, chosen on validation images." if tops else "")
     )
     levels = [f"{found.what}, at {100 * level:.0f}% of {found.source} kept" for level in LEVELS]
-    rows = [
-        Row(
-            curve.label,
-            [Cell(curve.area, 3), *(_cell(curve, level) for level in LEVELS), Cell(_values(curve))],
-            curve.notes,
-        )
-        for curve in found.curves
-    ]
+    rows = []
+    for curve in found.curves:
+        values = ", ".join(f"{point.value:g}" for point in curve.points if point.value is not None)
+        swept = Cell(("lr " if curve.key == "lr" else "x") + values)
+        cells = [Cell(curve.area, 3), *(_cell(curve, level) for level in LEVELS), swept]
+        rows.append(Row(curve.label, cells, curve.notes))
     return Table("Table of trade-offs", caption, ["method", "area under the curve", *levels, "values"], [rows])
 
 
@@ -225,14 +223,8 @@ def _cell(curve: Tradeoff, level: float) -> Cell:
     value, repeats = curve.at(level), len(curve.curves())
     if value is None:
         return Cell("not reached")
-    return Cell(
-        in_percent(value), 1, note="" if value.count == repeats else f"{value.count} of {repeats} repeats reach it"
-    )
-
-
-def _values(curve: Tradeoff) -> str:
-    mark = "lr " if curve.key == "lr" else "x"
-    return mark + ", ".join(f"{point.value:g}" for point in curve.points if point.value is not None)
+    note = "" if value.count == repeats else f"{value.count} of {repeats} repeats reach it"
+    return Cell(in_percent(value), 1, note=note)
 
 
 def tradeoffs_csv(found: Iterable[Tradeoffs]) -> str:
