@@ -159,12 +159,6 @@ class JobRun:
         if self.memory is None or not self._protected:
             yield Stepper(self.model, examples, make_optimizer(self.model, self.line.momentum), None, **options)
             return
-        if self.state.epoch == 0:
-            # Statistics are pooled over all examples, so large batches give the same and are faster. They are of the
-            # examples as training draws them: with others the running statistics would leave the anchor at once.
-            examples.redraw(self.seed, stage.task, -1)
-            with Learner(self.model, self.memory) as learner:
-                learner.begin(examples.chunks())
         self._balance = self._new_balance(stage)
         with Learner(
             self.model,
@@ -175,8 +169,13 @@ class JobRun:
             balance=self._balance,
             penalty_every=1,  # the same numbers on every device
         ) as learner:
-            begun = {"begun": True, "balance": self._balance.state_dict() if self._balance else None}
-            learner.load_state_dict(begun)
+            if self.state.epoch == 0:
+                # Statistics are pooled over all examples, so large batches give the same and are faster. They are of
+                # examples as training draws them: with others the running statistics would leave the anchor at once.
+                examples.redraw(self.seed, stage.task, -1)
+                learner.begin(examples.chunks())
+            else:
+                learner.load_state_dict({"begun": True, "balance": self._balance and self._balance.state_dict()})
             first = line.learning_rate(stage.task, 0)
             implicit = self._implicit(learner, first) if line.implicit else None
             if line.steady and self.state.epoch == 0:
