@@ -1,11 +1,9 @@
 """What was measured of a memory's penalty against the real loss: its scale, and how far it can be trusted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Self
 
 from xkfac.plain_values import Amount, Range
 
@@ -48,7 +46,7 @@ class Calibration:
         return f"scale {self.scale:.3g}{spread}, radius {self.radius:.3g}, measured on {self.examples:,} examples"
 
     @classmethod
-    def of(cls, curves: Iterable[Iterable[CurvePoint]], examples: int) -> Calibration:
+    def of(cls, curves: Iterable[Iterable[CurvePoint]], examples: int) -> Self:
         """Return the calibration that the measured curves of several tasks give; nan without a rise."""
         curves = [tuple(curve) for curve in curves]
         scales = tuple(map(scale_of, curves))

@@ -4,12 +4,10 @@ A digest tells damage, not intent: a file can be made to say anything. So every 
 tensor its shape and, as far as that can be seen at little cost, its values; and no tensor is left over.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -59,7 +57,7 @@ class Likely:
     arguments: dict[str, float] | None
 
     @classmethod
-    def of(cls, likelihood: Likelihood) -> Likely:
+    def of(cls, likelihood: Likelihood) -> Self:
         """Return the entry of a likelihood."""
         if LIKELIHOODS.get(likelihood.name) is not type(likelihood):
             return cls(likelihood.name, None)

@@ -7,14 +7,12 @@ one by one. A forward pass is watched at the level of torch functions, so what c
 its modules are named: a weight that is standardised, tied or otherwise transformed before use is a free parameter.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +80,7 @@ class Coverage:
     rows: tuple[Row, ...]
     input_rows: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
-    def noted(self, units: Iterable[str], note: str) -> Coverage:
+    def noted(self, units: Iterable[str], note: str) -> Self:
         """Return the coverage with a note added to the rows of some units."""
         chosen = set(units)
         rows = (replace(r, note=f"{r.note}, {note}" if r.note else note) if r.unit in chosen else r for r in self.rows)

@@ -6,15 +6,13 @@ Pictures may lie deeper below their class. What is beside the classes, hidden fi
 or .csv are left out; any other file below a class must be an image of a format that is read (`tree_files`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -45,7 +43,7 @@ class Tree:
     test: tuple[ImageFile, ...]
 
     @classmethod
-    def read(cls, path: str | Path) -> Tree:
+    def read(cls, path: str | Path) -> Self:
         """List a folder or a zip file."""
         path = check_path(path)
         files = list_files(path)

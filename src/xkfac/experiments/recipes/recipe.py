@@ -13,13 +13,11 @@
 Every key is explained at the field of its class: `Recipe`, `Data`, `Images`, `Task`, `Line`, `Figure`.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from xkfac.errors import nearest
 from xkfac.experiments.recipes.toml_tables import (
@@ -308,7 +306,7 @@ class Recipe:
         tasks = () if self.images is None else self.order(seed)[: line.tasks]
         return Plan(line.counts, line.epochs, line.tasks, tasks)
 
-    def only(self, patterns: Sequence[str]) -> Recipe:
+    def only(self, patterns: Sequence[str]) -> Self:
         """Return the recipe with those of its lines alone whose names match a pattern such as `kfac-*`.
 
         The name of a sweep stands for all of its lines.

@@ -13,15 +13,13 @@ folder holds is used before it is checked: a recipe that was changed since the r
 can have left, are one error that names the file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_TEXT, check_path, locked, read_json, read_regular, reason
@@ -44,7 +42,7 @@ class RunFolder:
     facts: Mapping[str, Any]
 
     @classmethod
-    def create(cls, path: Path, recipe: Recipe, facts: Mapping[str, Any]) -> RunFolder:
+    def create(cls, path: Path, recipe: Recipe, facts: Mapping[str, Any]) -> Self:
         """Make the folder of a new run."""
         for name in recipe.lines:
             check_path(path / "jobs" / name / "checkpoint-000000.safetensors")
@@ -66,7 +64,7 @@ class RunFolder:
         return cls(path, recipe, facts)
 
     @classmethod
-    def open(cls, path: Path) -> RunFolder:
+    def open(cls, path: Path) -> Self:
         """Open the folder of a run."""
         check_path(path / "recipe.toml")
         if not (path / "run.json").is_file() or not (path / "recipe.toml").is_file():

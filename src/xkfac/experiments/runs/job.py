@@ -312,7 +312,7 @@ class JobRun:
             seconds=time.monotonic() - start,
             time=time.time(),
         )
-        self.state = self.state.next_stage()
+        self.state = JobState(stage=self.state.stage + 1, singles=self.state.singles)
         self._save({})
 
     def measure(self, stage: Stage) -> list[float]:

@@ -1,7 +1,5 @@
 """Start runs and go on with them: jobs side by side in processes of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -13,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -139,7 +137,7 @@ class Worker:
     message: dict[str, Any] | None = None
 
     @classmethod
-    def start(cls, lock: int, threads: int, module: str = "xkfac.experiments.runs.worker") -> Worker:
+    def start(cls, lock: int, threads: int, module: str = "xkfac.experiments.runs.worker") -> Self:
         """Start a process; it inherits the lock, so that the run is in use as long as any of them lives."""
         limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         # An interrupt is for this process alone: the other inherits the mask, so that none hits it while it starts.

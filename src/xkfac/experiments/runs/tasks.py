@@ -142,7 +142,6 @@ class ImageExamples(Examples):
     images: Part
     augmentation: Augmentation
     augmented: bool
-    chunk: int = 256
 
     def __post_init__(self) -> None:
         self.device = self.images.x.device
@@ -165,7 +164,7 @@ class ImageExamples(Examples):
 
     def chunks(self) -> Iterable[Batch]:
         """Yield all of them in their order."""
-        for index in torch.split(torch.arange(len(self), device=self.device), self.chunk):
+        for index in torch.split(torch.arange(len(self), device=self.device), 256):
             yield self.take(index)
 
 
