@@ -203,6 +203,11 @@ class Line:
         return self.resolved_method().penalised
 
     @property
+    def protected(self) -> bool:
+        """Whether the line learns with a memory."""
+        return self.penalised or self.resolved_method().fixed_bn
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """How many tasks are known after each stage of a job."""
         if self.method == JOINT:

@@ -61,10 +61,6 @@ class JobRun:
         self._balance: Balance | None = None
         self.model = self.sequence.network()
 
-    @property
-    def _device(self) -> torch.device:
-        return self.sequence.device
-
     def turn_to(self, stage: int, weights: Mapping[str, Tensor] | None = None, memory: Memory | None = None) -> Carried:
         """Turn to a stage by itself, from a given state, or go on with it; return what `learn` carries on.
 
@@ -156,8 +152,8 @@ class JobRun:
         """Yield the stepper of a stage, with its learner begun or taken up again where there is a past to protect."""
         line = self.line
         options: dict[str, Any] = {"label_smoothing": line.label_smoothing, "autocast": self.autocast}
-        if self.memory is None or not self._protected:
-            yield Stepper(self.model, examples, make_optimizer(self.model, self.line.momentum), None, **options)
+        if self.memory is None or not line.protected:
+            yield Stepper(self.model, examples, make_optimizer(self.model, line.momentum), None, **options)
             return
         self._balance = self._new_balance(stage)
         with Learner(
@@ -213,10 +209,6 @@ class JobRun:
                 f"method '{SINGLE}' with seed {self.seed} has reached; run that line first"
             )
         return Balance(self.floors[name], self.line.balance_every)
-
-    @property
-    def _protected(self) -> bool:
-        return self.method.penalised or self.method.fixed_bn
 
     def _batches(self, examples: Examples, stage: Stage) -> Batches:
         """Return the batches that curvature is estimated on: a shuffle of its own."""
@@ -277,11 +269,11 @@ class JobRun:
 
     def remember(self, stage: Stage) -> None:
         """Make or extend the memory with the task of a stage; the last task's is of no use."""
-        if stage.count == self.line.tasks or not self._protected:
+        if stage.count == self.line.tasks or not self.line.protected:
             return
         loader = self._batches(self.sequence.fixed(stage.task, self.line.consolidate), stage)
         seed = stream("labels", self.seed, stage.task).initial_seed()
-        graph = self._device.type == "cuda"
+        graph = self.sequence.device.type == "cuda"
         if self.memory is None:
             self.memory = consolidate(
                 self.model, loader, self.method, exclude=self.sequence.exclude, seed=seed, graph=graph
@@ -342,7 +334,7 @@ class JobRun:
         named: Carried = {kind: {} for kind in ("model", "best", "start")}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
-            named.setdefault(kind, {})[name] = tensor.to(self._device)
+            named.setdefault(kind, {})[name] = tensor.to(self.sequence.device)
         try:
             self.model.load_state_dict(named["model"])
         except (RuntimeError, KeyError, ValueError):
@@ -354,7 +346,7 @@ class JobRun:
         self._memory_file = state["memory"]
         if self._memory_file is not None:
             try:
-                self.memory = Memory.load(self.folder.path / self._memory_file, self.model, device=self._device)
+                self.memory = Memory.load(self.folder.path / self._memory_file, self.model, device=self.sequence.device)
             except MemoryFileError as error:
                 raise RunError(
                     f"{error} — or remove the folder '{self.folder.path}' to run this job again from its start"

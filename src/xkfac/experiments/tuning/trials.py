@@ -184,7 +184,8 @@ class TrialFolder(JobFolder):
     """The folder of one trial, which is learnt as a job is."""
 
     @property
-    def _weights(self) -> Path:
+    def weights_file(self) -> Path:
+        """Where the network is that it left."""
         return self.path / "weights.safetensors"
 
     def outcome(self) -> TrialResult | None:
@@ -196,8 +197,8 @@ class TrialFolder(JobFolder):
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         if weights is not None:
-            with writing(self._weights):
-                storage.write(self._weights, {}, weights, WEIGHTS)
+            with writing(self.weights_file):
+                storage.write(self.weights_file, {}, weights, WEIGHTS)
         write_text(self.path / "outcome.json", json.dumps(asdict(outcome)) + "\n")
         self.tidy()
 
@@ -208,19 +209,10 @@ class TrialFolder(JobFolder):
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that it left."""
         try:
-            _, tensors = storage.read(self._weights, WEIGHTS)
+            _, tensors = storage.read(self.weights_file, WEIGHTS)
         except MemoryFileError as error:
             raise RunError(f"{error} — or remove the folder '{self.path}' to try this point again") from None
         return tensors
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether its weights are still there."""
-        return self._weights.is_file()
-
-    def forget_weights(self) -> None:
-        """Remove the weights."""
-        remove(self._weights)
 
 
 @dataclass(frozen=True)
@@ -273,12 +265,6 @@ class TunedJob:
     def line(self) -> Line:
         """The line as the recipe has it."""
         return self.run.recipe.lines[self.folder.line]
-
-    @property
-    def protected(self) -> bool:
-        """Whether the line learns with a memory."""
-        method = self.line.resolved_method()
-        return method.penalised or method.fixed_bn
 
     @property
     def name(self) -> str:

@@ -37,6 +37,7 @@ from xkfac.experiments.tuning.trials import (
     TunedJob,
     grid_of,
     ranked,
+    remove,
     tuned_jobs,
 )
 from xkfac.memory import Memory
@@ -198,11 +199,11 @@ class Tuner:
         job.choose(task, Choice(tasks[task], best, second, len(outcomes), lost, not given and best is None), tasks)
         for each in outcomes:
             if each != best and not self.run.facts["tuning"]["scatter"]:
-                stage.trial(each.number).forget_weights()
+                remove(stage.trial(each.number).weights_file)
 
     def _remember(self, job: TunedJob, task: int, outcome: TrialResult | None) -> bool:
         """Write the memory that follows from a trial, or from the source as given; return whether it is finite."""
-        if task + 1 == job.line.tasks or not job.protected:
+        if task + 1 == job.line.tasks or not job.line.protected:
             return True
         stage, sequence = job.stage(task), self._sequence(job).restricted(task)
         learning = JobRun(job.line, job.folder.seed, sequence, job.folder, autocast=autocast_of(self.run))
@@ -225,7 +226,7 @@ class Tuner:
 
     def _memory(self, job: TunedJob, task: int) -> Memory | None:
         """Return the memory that a task is learnt with, if there is one."""
-        return self._memory_at(job.stage(task - 1)) if task and job.protected else None
+        return self._memory_at(job.stage(task - 1)) if task and job.line.protected else None
 
     def _load(self, stage: StageFolder) -> Memory:
         model = self._sequence_of(stage.line, stage.seed).network()
@@ -265,13 +266,13 @@ class Tuner:
         stage.note_measured(Measured(before, accuracy, untrained, trials))
         for number in range(choice.trials if choice is not None else 0):
             if choice is not None and choice.chosen is not None and number != choice.chosen.number:
-                stage.trial(number).forget_weights()
+                remove(stage.trial(number).weights_file)
 
     def _scattered(self, job: TunedJob, task: int, model: nn.Module) -> Iterator[tuple[str, Scattered]]:
         """Yield the accuracy of every trial on its target, and on average over the tasks so far."""
         for number in range(len(grid_of(job.line))):
             trial = job.stage(task).trial(number)
-            if trial.has_weights:
+            if trial.weights_file.is_file():
                 model.load_state_dict(trial.weights())
                 row = _accuracies(self._sequence(job), model, range(task + 1))
                 yield str(number), {"target": row[-1], "average": statistics.fmean(row)}
