@@ -336,8 +336,8 @@ class TunedJob:
                 singles = [*singles, measured.accuracy[-1]]
                 accuracy = singles if self.line.method == SINGLE else measured.accuracy
                 kept, seconds = (-1, 0.0) if chosen is None else (chosen.kept, chosen.seconds)
-                found_of = {"accuracy": accuracy, "before": measured.before, "kept": kept, "seconds": seconds}
-                yield {"event": "task", "task": task, **found_of}
+                numbers = {"accuracy": accuracy, "before": measured.before, "kept": kept, "seconds": seconds}
+                yield {"event": "task", "task": task, **numbers}
         if self._ended(choices) and all(found):
             yield {"event": "end", "diverged": len(learnt) if len(learnt) < len(choices) else None}
 
