@@ -43,11 +43,6 @@ def tell(quiet: bool, text: str) -> None:
         Console(stderr=True, soft_wrap=True).print(escape(text))
 
 
-def watching(quiet: bool) -> Console | None:
-    """Return the console on which progress is shown, or None for none."""
-    return None if quiet else Console(stderr=True)
-
-
 @contextmanager
 def interruptible(folder: Path) -> Iterator[None]:
     """Have an interrupt of the work on a run say how to go on."""
