@@ -1,8 +1,9 @@
 """Watch a forward pass at the level of torch functions: which linear maps run, and which BN is running."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -92,19 +93,11 @@ class Trace(TorchFunctionMode):
 
         A pass of many batches sets them once.
         """
-        handles = []
-
-        def enter(path: str) -> Callable[[nn.Module, Any], None]:
-            return lambda module, inputs: setattr(self, "norm", path)
-
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            self.norm = None
-
-        try:
+        with ExitStack() as hooks:
             for path, norm in norms_of(self.model).items():
-                handles.append(norm.register_forward_pre_hook(enter(path)))
-                handles.append(norm.register_forward_hook(leave))
+                hooks.enter_context(norm.register_forward_pre_hook(partial(self._enter, path)))
+                hooks.enter_context(norm.register_forward_hook(partial(self._enter, None)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def _enter(self, norm: str | None, *_: Any) -> None:
+        self.norm = norm
