@@ -83,13 +83,10 @@ class ManyHeaded(nn.Module):
     def using(self, task: str) -> Iterator[None]:
         """Use the head of a task for a while, to measure it; what learns stays as it is."""
         self.head(task)
-        before = self.active
-        with using_task(self.trunk, task):
+        with using_task(self.trunk, task), contextlib.ExitStack() as after:
+            after.callback(setattr, self, "active", self.active)
             self.active = task
-            try:
-                yield
-            finally:
-                self.active = before
+            yield
 
     def give_layers(self, own: Iterable[str] = (), *, norms: bool = True) -> None:
         """Give each task its own of the trunk's layers that patterns name, and BN, as copies of what is there."""
