@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from xkfac.model.hooks import Hook
 from xkfac.model.passes import norms_of
 
 _CONVOLUTIONS: dict[Callable[..., Any], int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
@@ -95,8 +96,8 @@ class Trace(TorchFunctionMode):
         """
         with ExitStack() as hooks:
             for path, norm in norms_of(self.model).items():
-                hooks.enter_context(norm.register_forward_pre_hook(partial(self._enter, path)))
-                hooks.enter_context(norm.register_forward_hook(partial(self._enter, None)))
+                hooks.enter_context(norm.register_forward_pre_hook(Hook(partial(self._enter, path))))
+                hooks.enter_context(norm.register_forward_hook(Hook(partial(self._enter, None))))
             yield
 
     def _enter(self, norm: str | None, *_: Any) -> None:
