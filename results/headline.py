@@ -32,7 +32,7 @@ from xkfac.experiments.report.image_tables import ceilings, image_tables
 from xkfac.experiments.report.tables import entries
 from xkfac.experiments.report.tradeoff_tables import in_percent, tradeoffs
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.results import JobResult, Spread, pooled, spread
+from xkfac.experiments.runs.results import Spread, pooled, spread
 
 RESULTS = Path(__file__).parent
 PAGES = [
