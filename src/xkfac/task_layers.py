@@ -4,8 +4,6 @@ Shared layers alone are protected then; a task-specific layer is free while its 
 per task.
 """
 
-from __future__ import annotations
-
 import copy
 import fnmatch
 import glob

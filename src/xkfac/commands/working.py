@@ -1,7 +1,5 @@
 """Commands that work: they train, choose and measure, and leave a run with its report, or a source network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Passes over data that leave no trace on a model."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

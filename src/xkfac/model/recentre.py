@@ -1,7 +1,5 @@
 """Re-centre BN on a new task: the preprocessing of the paper."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Watch a forward pass at the level of torch functions: which linear maps run, and which BN is running."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ class Call:
 
     input: Tensor
     weight: Tensor
-    bias: Tensor | None
+    bias: Tensor | None = None
     convolution: Convolution | None = None
     groups: int = 1
 
@@ -40,14 +38,10 @@ class Call:
 def read_call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
     """Return the call of a linear map that a torch function is, or None for any other function."""
     if function is F.linear:
-        return _linear(*args, **kwargs)
+        return Call(*args, **kwargs)
     if function in _CONVOLUTIONS:
         return _conv(_CONVOLUTIONS[function], *args, **kwargs)
     return None
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
-    return Call(input, weight, bias)
 
 
 def _conv(

@@ -3,8 +3,6 @@
 All randomness is drawn beforehand on the CPU, so that a training step that augments can be replayed as a CUDA graph.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -25,7 +23,6 @@ class Augmentation:
 
     scale: the range of a random crop's area, as a share of the picture's; (1, 1) means no crop.
     ratio: the range of a random crop's width / height. flip: mirror every other picture, at random.
-    Raises DataError when one of them makes no sense.
     """
 
     pixels: int

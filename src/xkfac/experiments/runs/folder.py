@@ -45,10 +45,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe, facts: Mapping[str, Any]) -> RunFolder:
-        """Make the folder of a new run.
-
-        Raises RunError when there is something at `path` already, or it cannot be written.
-        """
+        """Make the folder of a new run."""
         for name in recipe.lines:
             check_path(path / "jobs" / name / "checkpoint-000000.safetensors")
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -70,10 +67,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Open the folder of a run.
-
-        Raises RunError when it is none, is damaged, or its recipe is not the one that the run began with.
-        """
+        """Open the folder of a run."""
         check_path(path / "recipe.toml")
         if not (path / "run.json").is_file() or not (path / "recipe.toml").is_file():
             raise RunError(f"'{path}' is not the folder of a run; 'xkfac status' lists runs")

@@ -5,8 +5,6 @@ and chooses among them, and loads the training and validation data of targets al
 and reads the test parts. Each phase has processes of its own, so that nothing is left over from the one before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time
@@ -188,14 +186,11 @@ class Tuner:
         return learning, learning.turn_to(task, weights, self._memory(job, task))
 
     def _settle(self, job: TunedJob, task: int, outcomes: list[TrialResult], *, given: bool = False) -> None:
-        """Choose among the trials of a task and extend the memory; the caller holds the lock of the job.
-
-        A trial whose curvature is not finite has diverged too.
-        """
+        """Choose among the trials of a task and extend the memory; the caller holds the lock of the job."""
         stage, tasks, order = job.stage(task), self._sequence(job).tasks, ranked(outcomes)
         job.sweep(task)
         while order and not self._remember(job, task, order[0]):
-            order = order[1:]
+            order = order[1:]  # a trial whose curvature is not finite has diverged too
         if given:
             self._remember(job, task, None)
         best, second = (*order, None, None)[:2]
@@ -226,7 +221,6 @@ class Tuner:
         return True
 
     def _sequence(self, job: TunedJob) -> TaskSequence:
-        """Return what a job learns."""
         return self._sequence_of(job.folder.line, job.folder.seed)
 
     def _memory(self, job: TunedJob, task: int) -> Memory | None:
