@@ -5,8 +5,6 @@ NAME.json                      what was measured, with command, commit, seed and
 NAME.checkpoint.safetensors    the state after the last epoch, no pickle; gone once all is done
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
