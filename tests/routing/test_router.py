@@ -53,20 +53,20 @@ def routed(by="early", **options):
     return router
 
 
-@pytest.mark.parametrize("rank", [1, 3, 6, 9])
-def test_log_densities_are_those_of_the_distribution_written_out(rank):
+@pytest.mark.parametrize(("rank", "shrinkage"), [(1, 0.0), (3, 0.0), (6, 0.0), (9, 0.4)])
+def test_log_densities_are_those_of_the_distribution_written_out(rank, shrinkage):
     torch.manual_seed(0)
     rows, z = torch.randn(200, 6).double() @ torch.randn(6, 6).double() + 3, torch.randn(5, 6) * 3
     unit = torch.rand(6).double() + 0.5
     moments = Moments()
     for part in rows.split(33):
         moments.add(part)
-    found = fit(moments, unit, rank, 0.1).log_density(z)[:, 0]
+    found = fit(moments, unit, rank, shrinkage, 0.1).log_density(z)[:, 0]
     covariance = torch.cov((rows / unit).T, correction=0)
     values, vectors = torch.linalg.eigh(covariance)
     matrix = 0.1 * torch.eye(6).double()
     for place in range(max(6 - rank, 0), 6):
-        matrix += values[place] * torch.outer(vectors[:, place], vectors[:, place])
+        matrix += (1 - shrinkage) * values[place] * torch.outer(vectors[:, place], vectors[:, place])
     matrix += (covariance - matrix + 0.1 * torch.eye(6)).diagonal().clamp(min=0).diag()
     # A t distribution is a Gaussian whose precision is multiplied by a gamma variable: integrate over it.
     grid = torch.linspace(1e-4, 12, 20001).double()
@@ -135,6 +135,7 @@ def test_a_batch_of_one_task_is_inferred_from_all_of_its_examples():
 
 def test_the_unknown_share_is_that_of_the_tasks_own_images_and_other_images_are_unknown():
     router = routed()
+    router.add_task("red", [images("red", 1500)])
     own = images("red", 2000, seed=4)
     for share in (0.05, 0.3):
         assert abs((router(own, unknown=share).tasks == -1).float().mean() - share) < 0.06
@@ -182,6 +183,15 @@ def test_early_features_stay_as_they_are_while_the_network_learns():
     assert not any(parameter.requires_grad for parameter in router.probe.parameters())
 
 
+def in_cells(x, cells):
+    """Return mean and log variance of x [N, C, H, W] in each of cells x cells parts, which overlap if they have to."""
+    bounds = [[(math.floor(k * n / cells), math.ceil((k + 1) * n / cells)) for k in range(cells)] for n in x.shape[2:]]
+    parts = [x[:, :, a:b, c:d].flatten(2) for a, b in bounds[0] for c, d in bounds[1]]
+    mean = torch.stack([part.mean(2) for part in parts], 2)
+    variance = torch.stack([part.var(2, correction=0) for part in parts], 2)
+    return mean.flatten(1), (variance + EPSILON).log().flatten(1)
+
+
 @pytest.mark.parametrize("conv", [nn.Conv2d(3, 4, 7, 2, 3), nn.Conv2d(3, 4, 3, 1, 0)])
 def test_early_features_of_large_maps_are_of_one_position_out_of_several(conv):
     model = nn.Sequential(conv, nn.BatchNorm2d(4), nn.ReLU()).eval()
@@ -189,10 +199,8 @@ def test_early_features_of_large_maps_are_of_one_position_out_of_several(conv):
     probe = make_probe(copy.deepcopy(model), x)
     every = 2 if conv.stride == (2, 2) else 3
     assert probe.description()["every"] == every
-    expected = []
-    for seen in (x, conv(x)[:, :, ::every, ::every]):
-        variance, mean = torch.var_mean(seen.flatten(2), 2, correction=0)
-        expected += [mean, (variance + EPSILON).log()]
+    reached = conv(x)[:, :, ::every, ::every]
+    expected = [in_cells(x, 8)[0], in_cells(x, 1)[1], *in_cells(reached, 4)]
     torch.testing.assert_close(probe(x), torch.cat(expected, 1))
     again = Probe(copy.deepcopy(model), **probe.description())
     assert torch.equal(again(x), probe(x))
@@ -203,8 +211,8 @@ def test_a_task_can_be_added_again_and_replaces_what_was_known():
     router.add_task("red", [images("red", 300)])
     assert router.tasks == ["grey", "loud", "red"]
     assert router(x).tasks.tolist() == [2] * 7
-    features = 2 * 3 + 2 * 6  # mean and log variance of each channel of the input and of what the first BN gets
-    assert sum(getattr(router, name)[0].numel() for name in PER_TASK) == features * (2 + features) + 1 + 101 + 2
+    features = 3 * (8 * 8 + 1) + 6 * (4 * 4 + 4 * 4)  # means and log variances of channels in cells
+    assert sum(getattr(router, name)[0].numel() for name in PER_TASK) == features * (2 + 64) + 1 + 101 + 2
 
 
 @pytest.mark.parametrize("by", ["early", "last", "source"])

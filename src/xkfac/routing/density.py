@@ -70,15 +70,16 @@ class Densities:
         return Densities(*map(change, vars(self).values()))
 
 
-def fit(moments: Moments, unit: Tensor, rank: int, floor: float = FLOOR) -> Densities:
+def fit(moments: Moments, unit: Tensor, rank: int, shrinkage: float = 0.0, floor: float = FLOOR) -> Densities:
     """Return the density of rows of these moments, divided by `unit` [F]; V has at most `rank` columns.
 
-    V spans the leading directions of the covariance; what is left of the variances, and `floor`, is the diagonal D.
+    V spans the leading directions of the covariance, which is shrunk: covariances are multiplied by 1 - shrinkage,
+    variances stay. What is left of the variances, and `floor`, is the diagonal D.
     """
     covariance = moments.covariance / torch.outer(unit, unit)
     values, vectors = torch.linalg.eigh(covariance)
     first = max(len(values) - rank, 0)
-    factor = vectors[:, first:] * values[first:].clamp(min=0).sqrt()
+    factor = vectors[:, first:] * ((1 - shrinkage) * values[first:].clamp(min=0)).sqrt()
     variance = (covariance.diagonal() - factor.square().sum(1)).clamp(min=0) + floor
     weighted = factor / variance[:, None]
     root = torch.linalg.cholesky(factor.T @ weighted + torch.eye(factor.shape[1]).to(factor))

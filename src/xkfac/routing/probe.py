@@ -1,4 +1,4 @@
-"""Features that tasks are inferred from: channel statistics of inputs and of what the first BN gets, or a head's input.
+"""Features that tasks are inferred from: coarse statistics of inputs and of what the first BN gets, or a head's input.
 
 Early features come from a frozen copy of the layers of the first task: they never change while the network learns.
 """
@@ -19,6 +19,10 @@ from xkfac.task_layers import task_layers_of
 
 POSITIONS = 32  # along each axis; more of them cost more and say no more about means and variances
 EPSILON = 1e-5  # added to variances over positions before their logarithm
+# Cells along each axis, for means and for variances: they say where in an image something is.
+CELLS = (4, 4)
+INPUT_CELLS = (8, 1)
+MOST = 1024  # means of one tensor, and variances of one: with many channels there are fewer cells
 
 
 class _Reached(Exception):
@@ -35,7 +39,7 @@ class _End(nn.Module):
 class Probe(nn.Module):
     """Early features [N, F] of inputs: of the input itself, and of what the BN layer `norm` gets, the first that runs.
 
-    Images [N, C, ...] give mean and log variance of each channel over positions, vectors [N, C] their entries. Of the
+    Images [N, C, ...] give mean and log variance of each channel in each cell, vectors [N, C] their entries. Of the
     given model, only the layers `needed` in front of this BN layer are kept. blocks: how many features in a row are of
     one kind. every: a convolution right in front of this BN computes one position out of so many along each axis.
     """
@@ -67,7 +71,8 @@ class Probe(nn.Module):
     def forward(self, x: Any) -> Tensor:
         """Return the features [N, F] of the inputs x of a model."""
         seen = [one for one in tensors(x) if one.is_floating_point() and one.dim() > 1]
-        blocks = [block for one in (*seen, *self.reached(x)) for block in statistics(one)]
+        blocks = [block for one in seen for block in statistics(one, INPUT_CELLS)]
+        blocks += [block for one in self.reached(x) for block in statistics(one)]
         if not blocks:
             raise XkfacError("the network has no BN, and its inputs are no numbers [N, C, ...]; use by='last'")
         self.blocks = [block.shape[1] for block in blocks]
@@ -86,14 +91,29 @@ def make_probe(model: nn.Module, x: Any) -> Probe:
     return Probe(model, norm, needed, [], max(1, min(reached.shape[2:]) // POSITIONS))
 
 
-def statistics(x: Tensor) -> list[Tensor]:
-    """Return mean and log variance over positions, [N, C] each, of images x [N, C, ...], or vectors x [N, C] alone."""
+def statistics(x: Tensor, cells: tuple[int, int] = CELLS) -> list[Tensor]:
+    """Return means and log variances of images x [N, C, ...] in cells, [N, C * cells] each, or vectors x [N, C] alone.
+
+    cells: how many there are along each axis, for means and for variances.
+    """
     if x.dim() == 2:
         return [x.float()]
-    axes = tuple(range(2, x.dim()))
-    mean = x.float().mean(axes, keepdim=True)
-    variance = (x - mean).square_().mean(axes)  # several times as fast as torch.var_mean on a CPU
-    return [mean.flatten(1), (variance + EPSILON).log()]
+    overall = x.float().mean(tuple(range(2, x.dim())), keepdim=True)
+    centred = x - overall  # squares of means would be large against variances
+    means, coarse = (_in_cells(centred, count) for count in cells)
+    variance = (_in_cells(centred.square_(), cells[1]) - coarse.square()).clamp_(min=0)
+    return [(means + overall).flatten(1), (variance + EPSILON).log().flatten(1)]
+
+
+def _in_cells(x: Tensor, cells: int) -> Tensor:
+    """Return means of x [N, C, ...] in cells along each axis, in fewer where `MOST` would be exceeded."""
+    axes = x.dim() - 2
+    while cells > 1 and x.shape[1] * cells**axes > MOST:
+        cells -= 1
+    if axes > 3:
+        return x.mean(tuple(range(2, x.dim())), keepdim=True)
+    pool: Callable[[Tensor, int], Tensor] = getattr(nn.functional, f"adaptive_avg_pool{axes}d")
+    return pool(x, cells)
 
 
 def last_features(model: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:

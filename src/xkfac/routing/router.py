@@ -23,6 +23,7 @@ from xkfac.task_layers import TaskLayer, task_layers_of, using_task
 By = Literal["early", "last", "source"]
 Using = Callable[[Any, str], AbstractContextManager[None]]
 FORMAT = "xkfac-router"
+SHRINKAGE = {"early": 0.7, "last": 0.0, "source": 0.0}  # early features are many and noisy, and correlate less
 QUANTILES = 101  # of a task's own log densities: they say how unusual an image is
 HELD_OUT = 5  # one image out of so many measures these, and the temperature, instead of the density
 MOST_HELD_OUT = 4096
@@ -46,9 +47,10 @@ class Routed:
 class Router(nn.Module):
     """A model with task-specific layers, and statistics of each task by which the task of an input is inferred.
 
-    by: the features that statistics are kept of. "early": mean and log variance of each channel of the input and of
-    what the first BN layer gets, from a frozen copy of the layers in front of it. "last": the input of the head, with
-    the layers of the first task. "source": the same, from a frozen copy of the network as it is at the first task.
+    by: the features that statistics are kept of. "early": means and log variances of the channels of the input and of
+    what the first BN layer gets, in cells of a coarse grid, from a frozen copy of the layers in front of it.
+    "last": the input of the head, with the layers of the first task. "source": the same, from a frozen copy of the
+    network as it is at the first task.
     using: a context manager in which a model answers for a task, for models that choose their heads themselves.
     rank: how many directions of the features' covariance are kept. tasks: those that are known, in their order.
 
@@ -60,7 +62,7 @@ class Router(nn.Module):
     temperatures: Tensor
     classes: Tensor
 
-    def __init__(self, model: nn.Module, by: By = "early", *, using: Using = using_task, rank: int = 32) -> None:
+    def __init__(self, model: nn.Module, by: By = "early", *, using: Using = using_task, rank: int = 64) -> None:
         super().__init__()
         if by not in get_args(By) or rank < 1:
             raise XkfacError(f"by is '{by}' and rank {rank}; by must be 'early', 'last' or 'source', rank positive")
@@ -115,7 +117,7 @@ class Router(nn.Module):
         if not others:
             blocks = self.probe.blocks if isinstance(self.probe, Probe) else [aside.shape[1]]
             self.unit = _unit(moments.covariance.diagonal(), blocks)
-        density = fit(moments, self.unit.double(), self.rank)
+        density = fit(moments, self.unit.double(), self.rank, SHRINKAGE[self.by])
         if others:
             density = self._densities().apply(lambda one: one[others]).joined(density)
         scores = density.log_density(aside / self.unit)
