@@ -22,6 +22,8 @@ _STEPS = [factor * 10**power for power in range(7) for factor in (1, 2, 5)]
 
 Fill = Callable[[Axes, int], None]
 """Draws into some axes the plot of a figure that has a position among its plots."""
+Limits = dict[str, tuple[float, float]]
+"""The `xlim` and `ylim` of axes, where they are set."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,22 @@ def multiples(
 
 
 def curves(
-    plot: Plot, titles: Sequence[str], fill: Fill, legend: Sequence[tuple[str, Style]], height: float, folder: Path
+    plot: Plot,
+    fill: Callable[[Axes], None],
+    legend: Sequence[tuple[str, Style]],
+    height: float,
+    folder: Path,
+    enlarged: tuple[str, Limits] | None,
 ) -> Plot:
-    """Draw panels of curves, one below the other, each of a height in inches, with one legend."""
+    """Draw curves on a panel of a height in inches, with a legend; `enlarged`, a part of them on a second one below."""
+    panels = [("", Limits()), *([enlarged] if enlarged else [])]
     with looks(10):
         down = math.ceil(len(legend) / 2)
-        canvas = Canvas(figsize=(8, height * len(titles) + 0.23 * down + 0.5), layout="constrained")
-        for position, title in enumerate(titles):
-            axes = canvas.add_subplot(len(titles), 1, position + 1)
-            fill(axes, position)
-            axes.set_title(title)
+        canvas = Canvas(figsize=(8, height * len(panels) + 0.23 * down + 0.5), layout="constrained")
+        for position, (part, limits) in enumerate(panels, 1):
+            axes = canvas.add_subplot(len(panels), 1, position)
+            fill(axes)
+            axes.set(title=f"The {part} part, enlarged" if part else "", **limits)
         handles = [Line2D([], [], label=shortened(label, 60), **style.plot) for label, style in legend]
         canvas.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, handlelength=3.4)
         return save(canvas, plot, folder)

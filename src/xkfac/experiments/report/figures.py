@@ -131,12 +131,10 @@ def _zoom(curves: _Curves, better: int) -> tuple[float, float] | None:
 
 def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better: int) -> Plot:
     zoom = _zoom(lines, better)
-    titles = [""] if zoom is None else ["", f"The {'upper' if better > 0 else 'lower'} part, enlarged"]
-    limits = [None, zoom]
     longest = max((count for _, curve in lines for count, _ in curve), default=1)
     styles = {entry.index: style_of(entry.index, entry.hue, entry.line) for entry, _ in lines}
 
-    def fill(axes: Axes, position: int) -> None:
+    def fill(axes: Axes) -> None:
         for entry, curve in lines:
             _draw_curve(axes, entry, curve, styles[entry.index], longest)
         axes.set_xlabel("number of tasks learnt")
@@ -144,10 +142,7 @@ def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better:
         axes.set_xticks(whole_ticks(longest, 8))
         axes.set_ylabel(what)
         axes.grid(axis="y")
-        bounds = limits[position]
-        if bounds is not None:
-            axes.set_ylim(*bounds)
-        elif better < 0 and axes.get_ylim()[0] > 0:
+        if better < 0 and axes.get_ylim()[0] > 0:
             axes.set_ylim(0, None)
 
     ends = [number(curve[-1][1] if curve else None) for _, curve in lines]
@@ -159,7 +154,8 @@ def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better:
         for count, value in curve
     ]
     plot = replace(plot, alt=f"{plot.alt} against the number of tasks learnt. At the end: {said}.", rows=rows)
-    return curves(plot, titles, fill, legend, 4.4, folder)
+    part = "upper" if better > 0 else "lower"
+    return curves(plot, fill, legend, 4.4, folder, None if zoom is None else (part, {"ylim": zoom}))
 
 
 def _draw_curve(axes: Axes, entry: ReportLine, curve: Sequence[tuple[int, Spread]], style: Style, longest: int) -> None:

@@ -94,7 +94,6 @@ class SweepPoint:
 class Tradeoff:
     """The curve of one sweep. key: what is swept; empty for a line by itself, which is one point and has no curve."""
 
-    run: str
     name: str
     label: str
     key: str
@@ -166,7 +165,7 @@ def _tradeoffs(mine: Sequence[ReportLine]) -> Tradeoffs | None:
         first = points[0].entry
         ordered = sorted(points, key=lambda point: point.value or 0.0)
         sweep = first.line.sweep
-        sweeps.append(Tradeoff(first.run, name, sweep.get("label", first.label), sweep.get("key", ""), ordered))
+        sweeps.append(Tradeoff(name, sweep.get("label", first.label), sweep.get("key", ""), ordered))
     curves = [each for each in sweeps if each.key and any(point.by_seed for point in each.points)]
     if not curves:
         return None
