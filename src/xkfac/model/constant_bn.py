@@ -1,7 +1,5 @@
 """BN with constant statistics, gamma and beta: one affine map per channel, which keeps no activation in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

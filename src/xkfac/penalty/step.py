@@ -58,8 +58,11 @@ class PenalisedStep:
         fixed = method.fixed_bn or method.fixed_statistics
         if self._fused is not None and self._fused.is_known_before(method.interpretation, fixed):
             gather = self._fused.gather
-            gathered = (lambda: (gather()[0], {})) if fixed else gather  # fixed statistics are not read in the pass
-            self._side = SideStream(gathered, list(model.parameters()), device)
+
+            def without_statistics() -> tuple[Tensor, dict[str, Tensor]]:  # which no pass reads where they are fixed
+                return gather()[0], {}
+
+            self._side = SideStream(without_statistics if fixed else gather, list(model.parameters()), device)
         self.readings = BnReadings(model, method, self.bound, self._side)
         self._hook: Any = None
         if self._side is not None:
