@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from xkfac.model.merged_weight import BoundUnit, Interpretation, Reading
 from xkfac.model.renorm import _BatchRenorm
 from xkfac.penalty.bn_taps import BnReading
-from xkfac.penalty.layout import ROW, Group, Member, Products, group
+from xkfac.penalty.layout import ROW, Member, Products, group
 from xkfac.penalty.quadratic import Penalty
-from xkfac.penalty.side_stream import SideStream, side_by_side
+from xkfac.penalty.side_stream import SideStream
 
 _Wanted = Sequence[tuple[torch.Size, torch.dtype] | None]
 
@@ -74,7 +73,10 @@ class FusedPenalty:
         return start
 
     def is_known_before(self, interpretation: Interpretation, fixed: bool) -> bool:
-        """Whether displacements are known before a forward pass: every BN is `fixed`, or read as brn, unclipped."""
+        """Whether every unit's displacement is known before a forward pass.
+
+        Its BN has `fixed` statistics, or is read as brn without clipping.
+        """
         norms = [one.bound.norm for each in self._groups for one in each.members if one.bound.norm is not None]
         unclipped = len(norms) == len(self._merged) and not any(isinstance(norm, _BatchRenorm) for norm in norms)
         return unclipped and (not norms or fixed or interpretation == "brn")
@@ -245,13 +247,10 @@ class FusedPenalty:
         torch.index_select(product, 0, self._places, out=to_last)
         to_beta = to_last[: self._count]
         torch.mul(rows.scale, to_beta, out=to_bias)
-
-        def multiply(each: Group, weight: Tensor | None) -> None:
-            ours = each.weight(product)
-            torch.sum(ours if weight is None else ours * weight, 1, True, out=each.channels(inner))
-
-        merged = [one for one in zip(self._groups, tall, strict=True) if one[0].role == "merged"]
-        side_by_side([partial(multiply, *one) for one in merged], self._origin.device)
+        for each, weight in zip(self._groups, tall, strict=True):
+            if each.role == "merged":
+                ours = each.weight(product)
+                torch.sum(ours if weight is None else ours * weight, 1, True, out=each.channels(inner))
         torch.addcmul(inner, to_beta, rows.offset, out=to_gamma).mul_(rows.inverse)
         return inner, vectors
 

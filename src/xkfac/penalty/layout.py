@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +12,6 @@ from xkfac.curvature.blocks import Block, Corrected, Diagonal, Kronecker, assemb
 from xkfac.curvature.gram import add_product_, rounds
 from xkfac.curvature.operator import Curvature
 from xkfac.model.merged_weight import BoundUnit
-from xkfac.penalty.side_stream import side_by_side
 
 _ALIGNMENT = 16  # numbers: where every group starts, as vectorised kernels like it
 
@@ -160,24 +157,18 @@ class Products:
             for block, place in pairs:
                 padded = _padded(block, place.width)
                 self._parts.append((in_bfloat16(padded) if coarse else padded, place))
-        self._parts.sort(
-            key=lambda one: -math.prod(one[1].shape) * one[1].width
-        )  # the largest first, beside the others
         self._rounds = any(isinstance(block, Rounded) for block, _ in self._parts)
 
     def add(self, displacement: Tensor, out: Tensor) -> None:
         """Add H v to `out`, both flat, in place (eq. bp)."""
         narrow = displacement.bfloat16() if self._rounds else displacement
-
-        def add(block: Block | Stack | Rounded, place: Group | Member) -> None:
+        for block, place in self._parts:
             if isinstance(block, Rounded):
                 block.add_product(place.padded(narrow), place.padded(out))
             elif isinstance(block, Kronecker | Stack):
                 block.add_product(place.padded(displacement), place.padded(out))
             else:
                 block.add_product(place.whole(displacement), place.whole(out))
-
-        side_by_side([partial(add, *one) for one in self._parts], out.device)
         if self._joint is not None:
             pairs = [(one.whole(displacement), one.whole(out)) for one in self._together]
             self._joint.add_product([v for v, _ in pairs], [total for _, total in pairs])
