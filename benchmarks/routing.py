@@ -41,16 +41,19 @@ from xkfac.experiments.networks.weights import load_source
 from xkfac.experiments.runs.task_inference import assigned, measure_heads
 from xkfac.experiments.runs.tasks import ImageExamples
 from xkfac.model.passes import norms_of
-from xkfac.routing.router import PER_TASK, By
+from xkfac.routing.router import STATISTICS, By
 
 TREES = {"imagenet": "imagenet1000-128", "birds": "cub200-128", "cars": "cars196-128", "flowers": "flowers102-128"}
 Batches = list[tuple[Tensor, Tensor]]
 BATCH = 32
-STATISTICS = 40  # batches that BN's statistics, and accuracies with them, are of
+BN_BATCHES = 40  # that BN's statistics, and accuracies with them, are of
 
 
 def numbers_per_task(router: xkfac.Router) -> int:
-    return sum(getattr(router, name)[0].numel() for name in PER_TASK)
+    kept = [
+        tensor for name in STATISTICS if not name.endswith("unit") and (tensor := getattr(router, name)) is not None
+    ]
+    return sum(tensor[0].numel() for tensor in kept)
 
 
 def load_images(options: argparse.Namespace) -> dict[str, Parts]:
@@ -115,22 +118,16 @@ def photographs(options: argparse.Namespace) -> tuple[Any, str]:
     rows = over_all_classes(source, net.tasks)
     for task in list(TREES)[1:]:
         nearest_mean_head(net.head(task), *source[task][0])
-    # A network whose inputs are features that are there already; early features are cheap, answers are the same.
-    heads = ManyHeaded(nn.Identity(), net.head("imagenet").in_features, net.tasks, seed=0).to(options.device)
-    heads.heads.load_state_dict(net.heads.state_dict())
-    routers = {by: xkfac.Router(of, by, using=ManyHeaded.using) for by, of in (("source", heads), ("early", net))}
-    for task in TREES:
-        routers["source"].add_task(task, [source[task][0]])
-        routers["early"].add_task(task, train[task])
+    routers = routers_of(net, train)
     for place, task in enumerate(TREES):
-        early = torch.cat([routers["early"].scores(x) for x, _ in test[task]])
         features, labels = source[task][1]
-        with heads.using(task), torch.no_grad():
-            right = heads(features).argmax(1) == labels
-        for by, scores in (("source", routers["source"].scores(features)), ("early", early)):
-            row = {"given": percent(right), **assigned(routers[by], place, scores, right)}
+        with torch.no_grad():
+            right = net.head(task)(features).argmax(1) == labels
+        for by, router in routers.items():
+            scores = torch.cat([router.scores(x) for x, _ in test[task]])
+            row = {"given": percent(right), **assigned(router, place, scores, right)}
             rows.setdefault(f"router, {by}", {})[task] = row
-    sizes = by_batch_size(net, train["cars"][:STATISTICS], test["imagenet"][:STATISTICS])
+    sizes = by_batch_size(net, train["cars"][:BN_BATCHES], test["imagenet"][:BN_BATCHES])
     numbers = {by: numbers_per_task(router) for by, router in routers.items()}
     return {"routing": rows, "numbers": numbers, "batch statistics": sizes}, photograph_table(rows, sizes)
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import xkfac
 from xkfac import MemoryFileError, MismatchError, Router, TaskLayer, XkfacError, batch_statistics
+from xkfac.routing import router as routing
 from xkfac.routing.density import NU, Moments, fit
 from xkfac.routing.probe import EPSILON, Probe, make_probe
-from xkfac.routing.router import PER_TASK
 
 TASKS = ("grey", "red", "loud")
 
@@ -145,9 +145,11 @@ def test_the_unknown_share_is_that_of_the_tasks_own_images_and_other_images_are_
     assert (router(images("grey", 20) * 10 - 7).tasks >= 0).all()
 
 
-def test_probabilities_are_as_sure_as_they_are_right():
+def test_probabilities_are_as_sure_as_they_are_right(monkeypatch):
+    monkeypatch.setitem(routing.RANK, "early", 1)
+    monkeypatch.setitem(routing.SHRINKAGE, "early", 0.0)
     torch.manual_seed(0)
-    router = Router(nn.Sequential(nn.Identity()), using=lambda *_: contextlib.nullcontext(), rank=1)
+    router = Router(nn.Sequential(nn.Identity()), using=lambda *_: contextlib.nullcontext())
     mixing = torch.randn(10, 40)  # ten factors in forty features, of which a rank of one sees one
 
     def rows(task, count):
@@ -168,6 +170,26 @@ def test_tasks_are_as_likely_as_they_have_classes():
     router.add_task("many", [(x, torch.arange(300) % 30)])
     router.add_task("few", [(x, torch.arange(300) % 10)])
     torch.testing.assert_close(router(x).probabilities, torch.tensor([0.75, 0.25]).expand(300, 2))
+
+
+@pytest.mark.parametrize("by", ["last", "source"])
+def test_last_features_count_with_a_share_of_the_early_ones(by):
+    router, early, x = routed(by), routed(), images("loud", 6, seed=8)
+    with xkfac.using_task(router.model, "grey"), torch.no_grad():
+        features = router.model[:-1](x)
+    density = routing.Densities(*(getattr(router, f"last_{name}") for name in routing.DENSITY))
+    expected = density.log_density(features / router.last_unit) + 0.25 * early.scores(x)
+    torch.testing.assert_close(router.scores(x), expected)
+
+
+def test_inputs_without_early_features_are_told_apart_by_the_last():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.EmbeddingBag(8, 3), nn.Linear(3, 2))
+    router = Router(net, "last", using=lambda *_: contextlib.nullcontext())
+    low, high = torch.randint(0, 4, (40, 20)), torch.randint(4, 8, (40, 20))
+    router.add_task("low", [low])
+    router.add_task("high", [high])
+    assert router(torch.cat([low, high])).tasks.tolist() == [0] * 40 + [1] * 40
 
 
 def test_early_features_stay_as_they_are_while_the_network_learns():
@@ -212,7 +234,8 @@ def test_a_task_can_be_added_again_and_replaces_what_was_known():
     assert router.tasks == ["grey", "loud", "red"]
     assert router(x).tasks.tolist() == [2] * 7
     features = 3 * (8 * 8 + 1) + 6 * (4 * 4 + 4 * 4)  # means and log variances of channels in cells
-    assert sum(getattr(router, name)[0].numel() for name in PER_TASK) == features * (2 + 64) + 1 + 101 + 2
+    kept = [tensor for name in routing.STATISTICS if (tensor := getattr(router, name)) is not None]
+    assert sum(tensor[0].numel() for tensor in kept if len(tensor) == 3) == features * (2 + 64) + 1 + 101 + 2
 
 
 @pytest.mark.parametrize("by", ["early", "last", "source"])
@@ -329,7 +352,7 @@ def test_what_cannot_be_is_refused():
         router.add_task("red", [images("red", 1)])
     with pytest.raises(XkfacError, match="use by='last'"):
         Router(nn.Embedding(5, 3), using=lambda *_: contextlib.nullcontext()).add_task("a", [torch.arange(5)])
-    with pytest.raises(XkfacError, match="by must be 'early', 'last' or 'source'"):
+    with pytest.raises(XkfacError, match="it must be 'early', 'last' or 'source'"):
         Router(convnet(), by="middle")
     router.add_task("red", [images("red", 9)])
     with pytest.raises(XkfacError, match="name one of red"):

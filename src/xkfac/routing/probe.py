@@ -58,6 +58,10 @@ class Probe(nn.Module):
         """Return what it is made with beside the model."""
         return {"norm": self.norm, "needed": self.needed, "blocks": self.blocks, "every": self.every}
 
+    def sees(self, x: Any) -> bool:
+        """Return whether inputs like x have features: whether there is a BN layer, or they are numbers [N, C, ...]."""
+        return self.norm is not None or any(one.is_floating_point() and one.dim() > 1 for one in tensors(x))
+
     def reached(self, x: Any) -> list[Tensor]:
         """Return what the BN layer gets for inputs x; nothing without one."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
@@ -23,12 +24,16 @@ from xkfac.task_layers import TaskLayer, task_layers_of, using_task
 By = Literal["early", "last", "source"]
 Using = Callable[[Any, str], AbstractContextManager[None]]
 FORMAT = "xkfac-router"
-SHRINKAGE = {"early": 0.7, "last": 0.0, "source": 0.0}  # early features are many and noisy, and correlate less
+# Early features are many and noisy: their covariances are shrunk, and beside last features they count for less.
+RANK = {"early": 64, "last": 32}
+SHRINKAGE = {"early": 0.7, "last": 0.0}
+EARLY_WEIGHT = 0.25
 QUANTILES = 101  # of a task's own log densities: they say how unusual an image is
 HELD_OUT = 5  # one image out of so many measures these, and the temperature, instead of the density
 MOST_HELD_OUT = 4096
 DENSITY = tuple(field.name for field in fields(Densities))
-PER_TASK = (*DENSITY, "quantiles", "temperatures", "classes")
+PER_TASK = ("quantiles", "temperatures", "classes")
+STATISTICS = (*(f"{part}_{name}" for part in RANK for name in ("unit", *DENSITY)), *PER_TASK)
 
 
 @dataclass(frozen=True)
@@ -49,27 +54,27 @@ class Router(nn.Module):
 
     by: the features that statistics are kept of. "early": means and log variances of the channels of the input and of
     what the first BN layer gets, in cells of a coarse grid, from a frozen copy of the layers in front of it.
-    "last": the input of the head, with the layers of the first task. "source": the same, from a frozen copy of the
-    network as it is at the first task.
+    "last": these, and the input of the head with the layers of the first task. "source": the same, from a frozen copy
+    of the network as it is at the first task.
     using: a context manager in which a model answers for a task, for models that choose their heads themselves.
-    rank: how many directions of the features' covariance are kept. tasks: those that are known, in their order.
+    tasks: those that are known, in their order.
 
     The prior probability of a task is its share of all classes: each class is as likely as any other.
     """
 
-    unit: Tensor
     quantiles: Tensor
     temperatures: Tensor
     classes: Tensor
 
-    def __init__(self, model: nn.Module, by: By = "early", *, using: Using = using_task, rank: int = 64) -> None:
+    def __init__(self, model: nn.Module, by: By = "early", *, using: Using = using_task) -> None:
         super().__init__()
-        if by not in get_args(By) or rank < 1:
-            raise XkfacError(f"by is '{by}' and rank {rank}; by must be 'early', 'last' or 'source', rank positive")
-        self.model, self.by, self.using, self.rank = model, by, using, rank
+        if by not in get_args(By):
+            raise XkfacError(f"by is '{by}'; it must be 'early', 'last' or 'source'")
+        self.model, self.by, self.using = model, by, using
         self.tasks: list[str] = []
-        self.probe: Probe | _Fixed | None = None
-        for name in ("unit", *PER_TASK):
+        self.probe: Probe | None = None
+        self.source: _Fixed | None = None
+        for name in STATISTICS:
             self.register_buffer(name, None)
 
     @property
@@ -95,32 +100,44 @@ class Router(nn.Module):
         with self.using(self.model, task):
             pass  # refuses a task without layers before anything is changed
         first = self.tasks[0] if self.tasks else task
-        moments, aside, seen, classes = Moments(), list[Tensor](), 0, set[int]()
+        moments, aside = defaultdict[str, Moments](Moments), defaultdict[str, list[Tensor]](list)
+        seen, classes = 0, set[int]()
         with untouched(self.model), torch.no_grad():
             self.model.eval()
             for size, batch in batches(loader, device_of(self.model), max_batches=max_batches, progress=progress):
+                if not (self.tasks or seen):
+                    self._copy(inputs_of(batch), first)
                 features, _ = self._features(inputs_of(batch), first)
-                chosen = torch.arange(seen, seen + size, device=features.device) % HELD_OUT == 0
-                if size > int(chosen.sum()):
-                    moments.add(features[~chosen])
-                if seen < MOST_HELD_OUT * HELD_OUT:
-                    aside.append(features[chosen])
+                for part, rows in features.items():
+                    chosen = torch.arange(seen, seen + size, device=rows.device) % HELD_OUT == 0
+                    if size > int(chosen.sum()):
+                        moments[part].add(rows[~chosen])
+                    if seen < MOST_HELD_OUT * HELD_OUT:
+                        aside[part].append(rows[chosen])
                 seen += size
                 classes |= _classes(batch)
-        if moments.count < 2:
+        if seen < 3:
             raise XkfacError(f"the loader of task '{task}' gave {seen} examples; a task needs at least 3")
-        self._keep(task, moments, torch.cat(aside), max(len(classes), 1))
+        self._keep(task, moments, {part: torch.cat(rows) for part, rows in aside.items()}, max(len(classes), 1))
 
-    def _keep(self, task: str, moments: Moments, aside: Tensor, classes: int) -> None:
-        """Put the density of a task in its place, and measure on features that it has not seen how sure it may be."""
+    def _keep(self, task: str, moments: Mapping[str, Moments], aside: dict[str, Tensor], classes: int) -> None:
+        """Put the densities of a task in their place, and measure on features they have not seen how sure they may be.
+
+        moments, aside: of early and of last features.
+        """
         others = [place for place, name in enumerate(self.tasks) if name != task]
-        if not others:
-            blocks = self.probe.blocks if isinstance(self.probe, Probe) else [aside.shape[1]]
-            self.unit = _unit(moments.covariance.diagonal(), blocks)
-        density = fit(moments, self.unit.double(), self.rank, SHRINKAGE[self.by])
-        if others:
-            density = self._densities().apply(lambda one: one[others]).joined(density)
-        scores = density.log_density(aside / self.unit)
+        kept = self._densities() if others else {}
+        for part, of in moments.items():
+            if not others:
+                blocks = self.probe.blocks if self.probe is not None and part == "early" else [len(of.mean)]
+                setattr(self, f"{part}_unit", _unit(of.covariance.diagonal(), blocks))
+            density = fit(of, getattr(self, f"{part}_unit").double(), RANK[part], SHRINKAGE[part])
+            if others:
+                density = kept[part].apply(lambda one: one[others]).joined(density)
+            for name in DENSITY:
+                setattr(self, f"{part}_{name}", getattr(density, name))
+        self.tasks = [*(name for name in self.tasks if name != task), task]
+        scores = self._scores(aside)
         levels = torch.linspace(0, 1, QUANTILES, device=scores.device)
         new = {
             "quantiles": torch.quantile(scores[:, -1], levels),
@@ -128,35 +145,52 @@ class Router(nn.Module):
             "classes": torch.tensor(float(classes), device=scores.device),
         }
         for name, value in new.items():
-            kept = [getattr(self, name)[others]] if others else []
-            setattr(self, name, torch.cat([*kept, value[None]]))
-        for name in DENSITY:
-            setattr(self, name, getattr(density, name))
-        self.tasks = [*(name for name in self.tasks if name != task), task]
+            before = [getattr(self, name)[others]] if others else []
+            setattr(self, name, torch.cat([*before, value[None]]))
 
-    def _densities(self) -> Densities:
+    def _densities(self) -> dict[str, Densities]:
+        """Return the densities of early and of last features, as far as they are used."""
         if not self.tasks:
             raise XkfacError("the router knows no task yet; call add_task(task, loader) for each")
-        return Densities(*(getattr(self, name) for name in DENSITY))
+        used = [part for part in RANK if getattr(self, f"{part}_unit") is not None]
+        return {part: Densities(*(getattr(self, f"{part}_{name}") for name in DENSITY)) for part in used}
+
+    def _scores(self, features: Mapping[str, Tensor]) -> Tensor:
+        """Return the scores [N, T] of early and of last features."""
+        densities = self._densities()
+        found = [
+            (EARLY_WEIGHT if part == "early" and len(densities) > 1 else 1.0)
+            * density.log_density(features[part] / getattr(self, f"{part}_unit"))
+            for part, density in densities.items()
+        ]
+        return torch.stack(found).sum(0)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
-    def _features(self, x: Any, first: str) -> tuple[Tensor, Tensor | None]:
-        """Return the features [N, F] of inputs, and the answers for the first task where these came out as well."""
+    def _features(self, x: Any, first: str) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return early and last features [N, F] of inputs, and answers for the first task if they came out as well."""
+        features, answers = {}, None
+        if self.probe is not None:
+            features["early"] = self.probe(x)
         if self.by == "last":
-            return last_features(self.model, lambda: self._answer(x, first))
-        if self.probe is None:
-            copy = plain(unwrap(self.model), first)
-            self.probe = make_probe(copy, x) if self.by == "early" else _Fixed(copy, first, self.using)
-        if isinstance(self.probe, Probe):
-            return self.probe(x), None
-        source = self.probe
-        return last_features(source, lambda: source(x))[0], None
+            features["last"], answers = last_features(self.model, lambda: self._answer(x, first))
+        elif self.source is not None:
+            source = self.source
+            features["last"], _ = last_features(source, lambda: source(x))
+        return features, answers
+
+    def _copy(self, x: Any, first: str) -> None:
+        """Make frozen copies of what features come from, for inputs like x."""
+        if self.by == "source":
+            self.source = _Fixed(plain(unwrap(self.model), first), first, self.using)
+        probe = make_probe(plain(unwrap(self.model), first), x)
+        if self.by == "early" or probe.sees(x):
+            self.probe = probe
 
     def scores(self, x: Tensor) -> Tensor:
-        """Return the log densities [N, T] of the features of x [N, ...] under each task."""
-        densities = self._densities()
-        return densities.log_density(self._features(x, self.tasks[0])[0] / self.unit)
+        """Return the log densities [N, T] of the features of x [N, ...] under each task, weighted and added."""
+        self._densities()
+        return self._scores(self._features(x, self.tasks[0])[0])
 
     def log_posterior(self, scores: Tensor) -> Tensor:
         """Return the log probabilities [N, T] of tasks up to a constant, of scores [N, T] or sums over one task's."""
@@ -175,9 +209,9 @@ class Router(nn.Module):
             raise XkfacError(f"unknown is {unknown}; it must be a share from 0 to below 1")
         if task is not None:
             return self._given(x, task)
-        densities = self._densities()
+        self._densities()
         features, answers = self._features(x, self.tasks[0])
-        scores = densities.log_density(features / self.unit)
+        scores = self._scores(features)
         if together:
             scores = scores.sum(0, keepdim=True).expand_as(scores)
         logits = self.log_posterior(scores)
@@ -230,13 +264,13 @@ class Router(nn.Module):
         model = unwrap(self.model)
         description = {
             "by": self.by,
-            "rank": self.rank,
             "tasks": self.tasks,
-            "probe": self.probe.description() if isinstance(self.probe, Probe) else None,
+            "probe": None if self.probe is None else self.probe.description(),
             "layers": {path: list(layer.of) for path, layer in task_layers_of(model).items()},
         }
-        parts = {"model": model.state_dict(), "probe": {} if self.probe is None else self.probe.state_dict()}
-        parts["statistics"] = {name: getattr(self, name) for name in ("unit", *PER_TASK) if self.tasks}
+        parts = {"model": model.state_dict()}
+        parts |= {name: one.state_dict() for name in ("probe", "source") if (one := getattr(self, name)) is not None}
+        parts["statistics"] = {name: one for name in STATISTICS if (one := getattr(self, name)) is not None}
         tensors = {f"{part}/{name}": tensor for part, named in parts.items() for name, tensor in named.items()}
         files.write(path, description, tensors, FORMAT)
 
@@ -258,12 +292,14 @@ class Router(nn.Module):
             model.load_state_dict(weights)
         except (AttributeError, RuntimeError) as error:
             raise MismatchError(f"'{path}' is of another model ({error}); make the model that was saved") from None
-        router = cls(model, description["by"], using=using, rank=description["rank"])
+        router = cls(model, description["by"], using=using)
         router.tasks, early = description["tasks"], description["probe"]
-        if router.tasks and router.by != "last":
-            copy = plain(unwrap(model), router.tasks[0])
-            router.probe = Probe(copy, **early) if early else _Fixed(copy, router.tasks[0], using)
+        if early:
+            router.probe = Probe(plain(unwrap(model), router.tasks[0]), **early)
             router.probe.load_state_dict(_below("probe/", tensors))
+        if router.tasks and router.by == "source":
+            router.source = _Fixed(plain(unwrap(model), router.tasks[0]), router.tasks[0], using)
+            router.source.load_state_dict(_below("source/", tensors))
         for name, tensor in _below("statistics/", tensors).items():
             setattr(router, name, tensor.to(device_of(model)))
         return router.eval()
