@@ -6,8 +6,10 @@ A small convolutional network with BN, trained on digits. The gradient factors o
 hierarchical grouping, are estimated from B batches of 32 examples with K draws each, many times over, and compared with
 the exact ones of all batches: all examples and classes, by as many backward passes. Errors are in the Frobenius norm,
 relative to the exact factor, averaged over the three units: of H' and H'' as they are estimated; of H' from all
-positions of every draw; and of H'' shrunk towards a target of the same trace, H' or
-the identity, by an intensity that is estimated from the draws themselves as Ledoit and Wolf do, or the best there is.
+positions of every draw; of H' where it stands in the place of H'', as in K-FAC; and of H'' shrunk towards a target of
+the same trace, H' or the identity, by an intensity that is estimated from the draws themselves as Ledoit and Wolf do,
+or the best there is.
+Zero draws are one backward pass per class, in which all examples have that label, as some libraries do it by default.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from xkfac.curvature.moments import Draw
 from xkfac.model.likelihood import Categorical
 
-PLANS = [(1, 8), (1, 32), (2, 32), (4, 1), (4, 8), (16, 1), (16, 8), (16, 32), (64, 8)]
+PLANS = [(1, 8), (1, 32), (2, 32), (4, 1), (4, 8), (16, 0), (16, 1), (16, 8), (16, 32), (64, 8)]
 REPEATS = 20
 
 
@@ -59,6 +61,11 @@ def drawn(count: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
     )
 
 
+def classes(logits: Tensor) -> Tensor:
+    """Return one cotangent per class, in which all examples have that label."""
+    return torch.stack(list(Categorical().root(logits)))
+
+
 def every(logits: Tensor) -> Tensor:
     """Return one cotangent per example and class: together they are the Fisher of the outputs."""
     roots = torch.stack(list(Categorical().root(logits)))  # [classes, N, classes]
@@ -83,19 +90,22 @@ def errors_of(net: nn.Module, data: list[Tensor], draws: int, exact: list[tuple[
     """Return the errors of one estimate from some batches, by name, each the mean over the units."""
     generator = torch.Generator().manual_seed(seed)
     examples = sum(len(x) for x in data)
-    samples = [gradients(net, x, drawn(draws, generator)) for x in data]
+    samples = [gradients(net, x, drawn(draws, generator) if draws else classes) for x in data]
+    passes = draws or 1  # those of all classes add up to one draw
     found: dict[str, list[float]] = {}
     for unit, (fine, coarse) in enumerate(exact):
         batches_of = [sample[unit] for sample in samples]
-        whole = sum(square(g) for g in batches_of) / (draws * examples)
-        shares = [[Draw(1 / draws, k, draws).share_of(g[k : k + 1]) for k in range(draws)] for g in batches_of]
-        shared = sum(counted * square(part) for one in shares for part, counted in one) / (draws * examples)
+        whole = sum(square(g) for g in batches_of) / (passes * examples)
+        shares = [[Draw(1 / passes, k, passes).share_of(g[k : k + 1]) for k in range(draws)] for g in batches_of]
+        shared = sum(counted * square(part) for one in shares for part, counted in one) / (passes * examples)
+        shared = shared if draws else whole
         vectors = torch.cat([g.sum((1, 2)) for g in batches_of]) / (examples / len(data)) ** 0.5
         by_fine, by_trace = (shrunk(vectors, coarse, target) for target in (shared, torch.eye(len(coarse))))
         estimates = {
             "H'": (shared, fine),
             "H', all positions": (whole, fine),
-            "H''": (vectors.mT @ vectors / len(vectors), coarse),
+            "H''": (vectors.mT @ vectors / (len(data) * passes), coarse),
+            "H' in place of H''": (shared, coarse),
             "H'' to H'": (by_fine["estimated"], coarse),
             "H'' to H', best": (by_fine["best"], coarse),
             "H'' to its trace": (by_trace["estimated"], coarse),

@@ -57,12 +57,14 @@ def stepper(options: argparse.Namespace, pictures: Part, method: dict[str, Any] 
         order = batches(len(pictures), options.batch, seed=0, task=0, epoch=-1)[:2].to(options.device)
         net.enter("source")
         memory = xkfac.consolidate(net, [plain.take(index) for index in order], exclude=["heads.*"], draws=1, **method)
+        net.enter("target")  # before the learner: it lets the whole trunk learn, a fixed BN too
         learner = xkfac.Learner(net, memory, penalty_every=options.every)
         learner.load_state_dict({"begun": True, "balance": None})
         start = now(options.device)
         implicit = None if options.explicit else learner.implicit(0.01, 0.9)
         seconds = now(options.device) - start
-    net.enter("target")
+    else:
+        net.enter("target")
     pool = ImageExamples(pictures, augmentation, True)
     pool.redraw(0, 0, 0)
     autocast = torch.bfloat16 if options.precision == "bfloat16" else None

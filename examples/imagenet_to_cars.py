@@ -30,6 +30,7 @@ options.add_argument("--target", default="cars196-128", help="the tree that it l
 options.add_argument("--pixels", type=int, default=128)
 options.add_argument("--epochs", type=int, default=8)
 options.add_argument("--lr", type=float, default=0.8, help="of the first epoch; it falls along a half cosine")
+options.add_argument("--seed", type=int, default=0)
 options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 args = options.parse_args()
 BATCH, LAST_LR = 32, 1e-4
@@ -55,7 +56,7 @@ def accuracy(task, images):
         return 100 * sum((model(x).argmax(1) == y).sum().item() for x, y in loader(images)) / len(images)
 
 
-torch.manual_seed(0)
+torch.manual_seed(args.seed)
 trees = (find_tree(name, args.data) for name in (args.source, args.target))
 read = {"pixels": args.pixels, "resize": "squash", "validation": 0.1}
 source, target = (load_pictures(tree, **read).to(args.device) for tree in trees)

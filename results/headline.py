@@ -10,7 +10,7 @@ the column names by `of`:
         task = NAME                   accuracy on a task after the last one
         before = NAME                 accuracy of the source network
         kept = NAME, share = NAME     of the source's accuracy before, of a target's ceiling; in %
-        average = true                over all tasks; average = N: after N tasks
+        average = true                over all tasks; average = N: after N tasks, of the line `also` too, where given
         at = 0.9 or area = true       of the curve of the sweep `line`: share of the ceilings in % at 90% kept, or area
     csv = FILE, line, column          a table that `xkfac report` wrote, of runs that were not kept
     json = FILE, at = PATH            keys joined by /, * for all repeats, {line} for another key
@@ -32,7 +32,7 @@ from xkfac.experiments.report.image_tables import ceilings, image_tables
 from xkfac.experiments.report.tables import entries
 from xkfac.experiments.report.tradeoff_tables import in_percent, tradeoffs
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.results import JobResult, Spread, pooled, spread
+from xkfac.experiments.runs.results import Spread, pooled, spread
 
 RESULTS = Path(__file__).parent
 PAGES = [
@@ -54,7 +54,10 @@ def runs_of(*folders):
 def from_run(spec):
     """Return mean, deviation and count of a number of a run, and its seeds."""
     folders = [spec["run"]] if isinstance(spec["run"], str) else spec["run"]
-    for run in (runs := runs_of(*folders)):
+    runs = runs_of(*folders)
+    if spec.get("average", True) is not True:
+        return _after(spec["average"], [run.lines[name].jobs for run in runs for name in _lines(spec) & {*run.lines}])
+    for run in runs:
         if "at" in spec or "area" in spec:
             curves = {curve.name: curve for found in tradeoffs([run]) for curve in found.curves}
             if (curve := curves.get(spec["line"])) is not None:
@@ -73,13 +76,20 @@ def from_run(spec):
     )
 
 
+def _lines(spec):
+    return {spec["line"], spec.get("also", spec["line"])}
+
+
+def _after(tasks, found):
+    """Return the spread of averages after so many tasks over jobs that got so far, and their seeds."""
+    jobs = [job for jobs in found for job in jobs if len(job.accuracy) >= tasks]
+    return spread([job.average_accuracy()[tasks - 1] for job in jobs]), sorted(job.seed for job in jobs)
+
+
 def _of_line(spec, run):
     line = run.lines[spec["line"]]
     if "before" in spec:
         return spread([job.accuracy[list(job.tasks).index(spec["before"])][0] for job in line.jobs])
-    if spec.get("average", True) is not True:
-        curve = line.curve(JobResult.average_accuracy)
-        return curve[spec["average"] - 1] if spec["average"] <= len(curve) else None
     (tables,) = image_tables([run])
     (own,) = (own for own in tables.lines if own.entry.name == spec["line"])
     if "task" in spec or "average" in spec:

@@ -71,3 +71,16 @@ def test_no_package_is_a_corridor_and_no_module_a_hall():
     assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
     for package in packages:
         assert ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
+
+
+def test_what_the_page_names_is_there():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("```")[2]
+    modules = [path for path in SOURCE.rglob("*") if path.suffix in (".py", ".html")]
+    for entry in re.split(r"\n- |;|\n\n", text[text.index("Where things are") : text.index("Tests mirror")]):
+        named = re.findall(r"`([\w./]+)`", entry)
+        files = [path for name in named for path in modules if f"/{path.relative_to(SOURCE)}".endswith(f"/{name}")]
+        assert len(files) == sum(name.endswith((".py", ".html")) for name in named), entry
+        code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+        for name in named:
+            if name.isidentifier():
+                assert re.search(rf"^\s*(class |def )?{name}\b", code, re.MULTILINE), name

@@ -1,12 +1,13 @@
 """What was measured of a memory's penalty against the real loss: its scale, and how far it can be trusted."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Self
 
+from xkfac.plain_values import Amount, Range
+
+Factor = Annotated[float, Range("a finite number above 0", lambda value: 0 < value < math.inf)]
 TRUST = 2.0
 """The factor within which the scaled penalty follows the real loss inside the radius."""
 
@@ -18,7 +19,7 @@ RISE = 0.1
 class CurvePoint:
     """A displaced network: the penalty L_s that was predicted for it, and the real rise of the source's loss."""
 
-    predicted: float
+    predicted: Amount
     real: float
 
 
@@ -32,11 +33,11 @@ class Calibration:
     each made-up task gave; `scale` is their geometric mean.
     """
 
-    scale: float
-    radius: float
+    scale: Factor
+    radius: Amount
     curve: tuple[CurvePoint, ...]
     examples: int
-    scales: tuple[float, ...] = ()
+    scales: tuple[Factor, ...] = ()
 
     def __str__(self) -> str:
         spread = ""
@@ -45,26 +46,13 @@ class Calibration:
         return f"scale {self.scale:.3g}{spread}, radius {self.radius:.3g}, measured on {self.examples:,} examples"
 
     @classmethod
-    def of(cls, curves: Iterable[Iterable[CurvePoint]], examples: int) -> Calibration:
+    def of(cls, curves: Iterable[Iterable[CurvePoint]], examples: int) -> Self:
         """Return the calibration that the measured curves of several tasks give; nan without a rise."""
         curves = [tuple(curve) for curve in curves]
         scales = tuple(map(scale_of, curves))
         scale = math.exp(sum(map(math.log, scales)) / len(scales))
         points = sorted((point for curve in curves for point in curve), key=lambda point: point.predicted)
         return cls(scale, radius_of(points, scale), tuple(points), examples, scales)
-
-    @classmethod
-    def read(cls, entry: Mapping[str, Any]) -> Calibration:
-        """Return the calibration of an entry in a file's description, as `dataclasses.asdict` writes it.
-
-        Raises ValueError for numbers that no calibration has.
-        """
-        curve = tuple(CurvePoint(float(point["predicted"]), float(point["real"])) for point in entry["curve"])
-        scale, radius = float(entry["scale"]), float(entry["radius"])
-        scales = tuple(map(float, entry.get("scales", ())))
-        if not (all(0 < one < math.inf for one in (scale, *scales)) and 0 <= radius < math.inf):
-            raise ValueError(f"a calibration of scale {scale} and radius {radius}")
-        return cls(scale, radius, curve, int(entry["examples"]), scales)
 
 
 def scale_of(curve: Iterable[CurvePoint]) -> float:

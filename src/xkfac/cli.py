@@ -4,8 +4,6 @@ Exit codes: 0 all went well, 1 a run stopped before its end, 2 something that wa
 130 interrupted.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 

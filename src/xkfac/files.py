@@ -1,7 +1,5 @@
 """Files of named tensors with a description: safetensors, checked by a digest, written atomically."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

@@ -4,12 +4,10 @@ A digest tells damage, not intent: a file can be made to say anything. So every 
 tensor its shape and, as far as that can be seen at little cost, its values; and no tensor is left over.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, NoReturn
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -59,7 +57,7 @@ class Likely:
     arguments: dict[str, float] | None
 
     @classmethod
-    def of(cls, likelihood: Likelihood) -> Likely:
+    def of(cls, likelihood: Likelihood) -> Self:
         """Return the entry of a likelihood."""
         if LIKELIHOODS.get(likelihood.name) is not type(likelihood):
             return cls(likelihood.name, None)
@@ -107,8 +105,6 @@ class Description:
         _need(self.method.penalised or not names, f"method '{self.method.name}' has no units, and there are some")
         for row in self.rows:
             _need(row.unit in ("-", *names), f"the row of '{row.parameter}' is of no unit that there is")
-        for point in self.calibration.curve if self.calibration is not None else ():
-            _need(point.predicted >= 0, "a point of the calibration has a negative penalty")
 
 
 def rebuilt(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -130,7 +126,7 @@ def rebuilt(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
         "likelihood": description.likelihood.likelihood(),
         "exclude": description.exclude,
         "examples": description.examples,
-        "calibration": description.calibration and Calibration.read(asdict(description.calibration)),
+        "calibration": description.calibration,
         "forward": unknown_forward if description.forward else None,
     }
 

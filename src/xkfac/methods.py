@@ -1,7 +1,5 @@
 """The methods of continual learning that share the library's interface: one word chooses between them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Unpack
 

@@ -1,7 +1,5 @@
 """A folder that holds a network and its memory, with a model card: to share, and to load with one call."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -4,13 +4,11 @@ Shared layers alone are protected then; a task-specific layer is free while its 
 per task.
 """
 
-from __future__ import annotations
-
 import copy
 import fnmatch
 import glob
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -123,11 +121,8 @@ def using_task(model: nn.Module, task: str) -> Iterator[None]:
     layers = task_layers_of(model).values()
     for layer in layers:
         layer.check(task)
-    before = [layer.active for layer in layers]
-    for layer in layers:
-        layer.active = task
-    try:
+    with ExitStack() as after:
+        for layer in layers:
+            after.callback(setattr, layer, "active", layer.active)
+            layer.active = task
         yield
-    finally:
-        for layer, active in zip(layers, before, strict=True):
-            layer.active = active

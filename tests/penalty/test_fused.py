@@ -371,7 +371,7 @@ def test_there_is_no_side_stream_where_the_penalty_needs_activations(method, opt
     assert started()[1]._step._side is not None
 
 
-@pytest.mark.parametrize("method", ["own-bn", "ewc"])
+@pytest.mark.parametrize("method", ["own-bn", "ewc", "fixed-bn", "fixed-statistics"])
 def test_a_side_stream_of_parameters_alone_is_left_where_they_changed_since_its_start(method):
     results = []
     for beside in (False, True):

@@ -193,3 +193,17 @@ def test_directions_that_are_not_stiff_are_left_alone(made, monkeypatch):
             outside = whole.left[:, :, left_out]
             torch.testing.assert_close(of_some @ outside, given @ outside, rtol=1e-6, atol=1e-9)
     assert fewer > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("large", [1, 2**20])
+def test_gradients_that_a_gpu_changes_side_by_side_are_those_of_the_cpu(large, monkeypatch):
+    monkeypatch.setattr("xkfac.penalty.implicit._LARGE", large)
+    model, learner = started(Mixed, grouping="hierarchical")
+    wanted = learner.implicit(0.3)
+    twin = copy.deepcopy(model).cuda()
+    implicit = Learner(twin, learner.memory, strength=learner.strength).implicit(0.3)
+    gradients = [torch.randn_like(parameter) for parameter in model.parameters()]
+    found = implicit(list(twin.parameters()), [gradient.cuda() for gradient in gradients])
+    for one, other in zip(found, wanted(list(model.parameters()), gradients), strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-6, atol=1e-8)

@@ -1,7 +1,5 @@
 """Arguments and options that several commands share, and what completes them in a shell."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Commands that look at what is there: runs, memories and recipes."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated

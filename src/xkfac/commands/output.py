@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,17 +20,8 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
-    """Write a value to standard output as JSON."""
-    print(json.dumps(_plain(value), allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: null in place of numbers that are not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    """Write a value to standard output as JSON, null in place of numbers that are not finite."""
+    print(json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None)))
 
 
 def console() -> Console:
@@ -51,11 +41,6 @@ def tell(quiet: bool, text: str) -> None:
     """Say something beside the results, unless asked to be quiet."""
     if not quiet:
         Console(stderr=True, soft_wrap=True).print(escape(text))
-
-
-def watching(quiet: bool) -> Console | None:
-    """Return the console on which progress is shown, or None for none."""
-    return None if quiet else Console(stderr=True)
 
 
 @contextmanager

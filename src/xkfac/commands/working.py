@@ -1,12 +1,11 @@
 """Commands that work: they train, choose and measure, and leave a run with its report, or a source network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from xkfac.commands.arguments import (
     AsJson,
@@ -20,7 +19,7 @@ from xkfac.commands.arguments import (
     RecipeSettings,
     RunPath,
 )
-from xkfac.commands.output import finish, interruptible, print_json, print_table, tell, watching
+from xkfac.commands.output import finish, interruptible, print_json, print_table, tell
 
 
 def demo(
@@ -163,7 +162,7 @@ def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> Non
     """Do the work of a run with live progress; an interrupt says how to go on."""
     from xkfac.experiments.runs.progress import Display
 
-    with interruptible(folder), Display(watching(quiet)) as display:
+    with interruptible(folder), Display(None if quiet else Console(stderr=True)) as display:
         work(None if quiet else display.show)
 
 
@@ -172,8 +171,9 @@ def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any])
     from xkfac.experiments.tuning.status import TuningDisplay
     from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, choice_cells
 
-    with interruptible(folder), TuningDisplay(watching(quiet or as_json)) as display:
-        found = work(None if quiet or as_json else display.show)
+    quiet = quiet or as_json
+    with interruptible(folder), TuningDisplay(None if quiet else Console(stderr=True)) as display:
+        found = work(None if quiet else display.show)
     if as_json:
         print_json({"choices": str(folder / "choices.json"), "chosen": found})
         return

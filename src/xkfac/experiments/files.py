@@ -1,7 +1,5 @@
 """Files: paths that can be used, regular files read within a limit, files that are there as a whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -45,10 +43,7 @@ def _look_up(path: Path) -> None:
 
 
 def at_home(path: str | Path) -> Path:
-    """Return a path that the system can look up, with `~` at its beginning replaced by the home folder.
-
-    Raises XkfacError when it cannot be used.
-    """
+    """Return a path that the system can look up, with `~` at its beginning replaced by the home folder."""
     try:
         return check_path(Path(path).expanduser())
     except RuntimeError as error:

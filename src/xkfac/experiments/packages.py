@@ -1,7 +1,5 @@
 """Packages that experiments need and the library does not."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
@@ -18,10 +16,7 @@ class PackageError(XkfacError):
 
 
 def imported(name: str, what: str) -> Any:
-    """Return a module that `what` needs.
-
-    Raises PackageError with the reason why it cannot be imported, and what to install.
-    """
+    """Return a module that `what` needs."""
     try:
         try:
             return importlib.import_module(name)

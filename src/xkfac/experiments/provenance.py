@@ -1,7 +1,5 @@
 """Where numbers come from: command, commit, versions and hardware, kept beside every result."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

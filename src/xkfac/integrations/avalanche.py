@@ -1,7 +1,5 @@
 """Avalanche: a plugin for strategies, and a regularization for agents (needs avalanche-lib)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """curvlinops: the curvature of a memory as a linear operator on the parameters (needs curvlinops-for-pytorch)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

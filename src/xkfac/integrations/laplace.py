@@ -1,7 +1,5 @@
 """laplace-torch: a posterior of networks with BN from the curvature of a memory (needs laplace-torch)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Lightning: a `Callback` that protects what a module knows while it learns; the module stays as it is."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

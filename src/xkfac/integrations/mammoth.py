@@ -1,7 +1,5 @@
 """Mammoth: a `ContinualModel` beside its `ewc_on`; Mammoth is a repository, whose folder must be on the path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

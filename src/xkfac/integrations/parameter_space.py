@@ -1,7 +1,5 @@
 """From parameters to merged weights and back: the derivative J of W~, read with population statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

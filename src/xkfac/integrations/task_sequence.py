@@ -1,7 +1,5 @@
 """One memory across a sequence of tasks, for frameworks that say when a task begins and ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Transformers: a `Trainer` that protects what a model knows while it learns the training set."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

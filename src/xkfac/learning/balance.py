@@ -1,7 +1,5 @@
 """Adaptive alpha_s and alpha_t: keep penalty and loss of a training step at similar values."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What is checked before a target is learnt: that the network is the memory's, and what its batches show of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Extend a memory by a task that a network has learnt: the options that it goes on with, and the pass itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """What was seen of the steps of a task: loss, penalty, and the distance from the anchor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -1,10 +1,8 @@
 """Learn a target task without forgetting: begin, objective, finish, around any training loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from numbers import Real
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -387,7 +385,7 @@ class Learner:
             self._implicit_steps.remove()
         self._held, self._implicit_steps, self._begun, self._closed = None, None, False, True
 
-    def __enter__(self) -> Learner:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

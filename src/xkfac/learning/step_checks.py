@@ -1,7 +1,5 @@
 """What is checked of a user's training steps: the loss, and gradients that add up over several steps."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Guards the training steps of a learner: each is checked for what would go wrong without a word."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What a batch of a user's loader means: the model's inputs, the labels, the number of examples."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """CUDA graphs: work that repeats on batches of one shape, recorded once and replayed without the cost of launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

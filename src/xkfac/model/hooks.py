@@ -1,7 +1,5 @@
 """Hooks on a model that belong to the model alone: a copy of it, or a pickled one, is free of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import MethodType
 from typing import Any

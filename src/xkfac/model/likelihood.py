@@ -4,8 +4,6 @@ The loss of an example is L_n = -log p(y_n | output_n). Where an example has sev
 segmentation), L_n is their mean, as the usual losses take it.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

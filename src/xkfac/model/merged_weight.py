@@ -1,7 +1,5 @@
 """The merged weight W~ of a unit under an interpretation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,13 +1,12 @@
 """Passes over data that leave no trace on a model."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -63,11 +62,8 @@ def check_loaded(model: nn.Module) -> None:
 
 def widest_dtype(model: nn.Module) -> torch.dtype:
     """Return the widest dtype of a model's floating-point parameters, float32 at least."""
-    dtype = torch.float32
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            dtype = torch.promote_types(dtype, parameter.dtype)
-    return dtype
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def full_precision(device: torch.device) -> torch.autocast:
@@ -97,12 +93,11 @@ def set_mode(model: nn.Module, statistics: Statistics) -> None:
 def norms_per_process(model: nn.Module) -> Iterator[None]:
     """Have SyncBatchNorm layers normalise with the examples of their own process, as other BN layers do."""
     synchronised = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
-    replaced = [replace_forward(module, _BatchNorm.forward) for module in synchronised if runs_its_class(module)]
-    try:
+    with ExitStack() as replaced:
+        for module in synchronised:
+            if runs_its_class(module):
+                replaced.callback(replace_forward(module, _BatchNorm.forward).remove)
         yield
-    finally:
-        for one in replaced:
-            one.remove()
 
 
 @contextmanager
@@ -189,14 +184,9 @@ def _restored(model: nn.Module) -> Iterator[None]:
                 parameter.requires_grad_(flag)
 
 
-@contextmanager
-def _as_written() -> Iterator[None]:
+def _as_written() -> AbstractContextManager[Any]:
     """Run compiled modules without their compiled code, if anything can have been compiled at all."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _random_state() -> tuple[Any, ...]:
@@ -210,11 +200,9 @@ def _random_state() -> tuple[Any, ...]:
 @contextmanager
 def same_random_state() -> Iterator[None]:
     """Restore the global random state on leaving."""
-    before = _random_state()
-    try:
+    with ExitStack() as after:
+        after.callback(_set_random_state, _random_state())
         yield
-    finally:
-        _set_random_state(before)
 
 
 def _set_random_state(state: tuple[Any, ...]) -> None:

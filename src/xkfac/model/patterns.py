@@ -1,7 +1,5 @@
 """Names and patterns of parameters and layers that are left out."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections import defaultdict

@@ -1,8 +1,7 @@
 """Re-centre BN on a new task: the preprocessing of the paper."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,16 +37,13 @@ def recentre(
     norms = {path: norm for path, norm in norms_of(model).items() if norm.running_mean is not None}
     pools = {path: _Pool() for path in norms}
     run = forward or default_forward
-    handles = [norms[path].register_forward_pre_hook(pool.hook, with_kwargs=True) for path, pool in pools.items()]
-    try:
-        with untouched(model), torch.no_grad():
-            model.eval()
-            steps = batches(loader, device_of(model), max_batches=max_batches, progress=progress, what="recentre")
-            for _, batch in steps:
-                run(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, untouched(model), torch.no_grad():
+        for path, pool in pools.items():
+            hooks.enter_context(norms[path].register_forward_pre_hook(pool.hook, with_kwargs=True))
+        model.eval()
+        steps = batches(loader, device_of(model), max_batches=max_batches, progress=progress, what="recentre")
+        for _, batch in steps:
+            run(model, batch)
     if parallel is not None:
         for path, pool in pools.items():
             pool.over_processes(norms[path], parallel.process_group)

@@ -4,8 +4,6 @@ Ioffe, *Batch Renormalization* (2017): a layer that normalises with population s
 gradient still flows through the statistics of the mini-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

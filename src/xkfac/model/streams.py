@@ -1,7 +1,5 @@
 """Loaders whose first batches are read ahead: to count those that do not say their length, or to look at a batch."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any

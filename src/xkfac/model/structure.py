@@ -1,7 +1,5 @@
 """Is a network made of the units that a memory knows? What a pass found is compared with what the memory holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import fields
 
@@ -11,6 +9,7 @@ from xkfac.model.tracing import Convolution
 from xkfac.model.units import UNSEEN, Coverage, Row, Unit
 
 _RESTORE = "restore the network that the memory was made from, or make the memory again"
+_GEOMETRY = fields(Convolution)
 
 
 def check_structure(before: Coverage, now: Coverage, examples: int = 0) -> None:
@@ -66,7 +65,8 @@ def _difference(old: Unit, new: Unit | None, now: Coverage, examples: int) -> st
     if old.norm != new.norm:
         return f"{start} is {_behind(new)} now and was {_behind(old)} in the memory; {_RESTORE}"
     if old.convolution is not None and new.convolution is not None and old.convolution != new.convolution:
-        name, was, is_now = _changed(old.convolution, new.convolution)
+        pairs = ((f.name, getattr(old.convolution, f.name), getattr(new.convolution, f.name)) for f in _GEOMETRY)
+        name, was, is_now = next((name, _plain(a), _plain(b)) for name, a, b in pairs if a != b)
         return f"{start} is a convolution with {name} {is_now} now and with {was} in the memory; {_RESTORE}"
     return f"{start} is {_described(new)} now and was {_described(old)} in the memory; {_RESTORE}"
 
@@ -90,15 +90,6 @@ def _free_difference(old: Unit, new: Unit, now: Coverage, examples: int) -> str:
         f"{start}, since its input has {rows} rows, as many as the batch has examples; use batches of another size if "
         f"that is by chance, as where a sequence is as long as the batch is large, else {_RESTORE}"
     )
-
-
-def _changed(old: Convolution, new: Convolution) -> tuple[str, str, str]:
-    """Return the first field in which two convolutions differ, as its name and its two values."""
-    for one in fields(Convolution):
-        was, is_now = getattr(old, one.name), getattr(new, one.name)
-        if was != is_now:
-            return one.name, _plain(was), _plain(is_now)
-    raise AssertionError("the convolutions are the same")
 
 
 def _plain(values: tuple[object, ...]) -> str:

@@ -1,16 +1,16 @@
 """Watch a forward pass at the level of torch functions: which linear maps run, and which BN is running."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from xkfac.model.hooks import Hook
 from xkfac.model.passes import norms_of
 
 _CONVOLUTIONS: dict[Callable[..., Any], int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
@@ -32,7 +32,7 @@ class Call:
 
     input: Tensor
     weight: Tensor
-    bias: Tensor | None
+    bias: Tensor | None = None
     convolution: Convolution | None = None
     groups: int = 1
 
@@ -40,14 +40,10 @@ class Call:
 def read_call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
     """Return the call of a linear map that a torch function is, or None for any other function."""
     if function is F.linear:
-        return _linear(*args, **kwargs)
+        return Call(*args, **kwargs)
     if function in _CONVOLUTIONS:
         return _conv(_CONVOLUTIONS[function], *args, **kwargs)
     return None
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
-    return Call(input, weight, bias)
 
 
 def _conv(
@@ -98,19 +94,11 @@ class Trace(TorchFunctionMode):
 
         A pass of many batches sets them once.
         """
-        handles = []
-
-        def enter(path: str) -> Callable[[nn.Module, Any], None]:
-            return lambda module, inputs: setattr(self, "norm", path)
-
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            self.norm = None
-
-        try:
+        with ExitStack() as hooks:
             for path, norm in norms_of(self.model).items():
-                handles.append(norm.register_forward_pre_hook(enter(path)))
-                handles.append(norm.register_forward_hook(leave))
+                hooks.enter_context(norm.register_forward_pre_hook(Hook(partial(self._enter, path))))
+                hooks.enter_context(norm.register_forward_hook(Hook(partial(self._enter, None))))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def _enter(self, norm: str | None, *_: Any) -> None:
+        self.norm = norm

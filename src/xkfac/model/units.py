@@ -7,13 +7,12 @@ one by one. A forward pass is watched at the level of torch functions, so what c
 its modules are named: a weight that is standardised, tied or otherwise transformed before use is a free parameter.
 """
 
-from __future__ import annotations
-
+import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +31,7 @@ UNSEEN = "not seen in the forward pass"
 """The note on a parameter that the discovery pass did not use."""
 
 _SAME_TENSOR = (Tensor.contiguous, Tensor.to, Tensor.float, Tensor.double, Tensor.type_as)
+_BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Coverage:
     rows: tuple[Row, ...]
     input_rows: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
-    def noted(self, units: Iterable[str], note: str) -> Coverage:
+    def noted(self, units: Iterable[str], note: str) -> Self:
         """Return the coverage with a note added to the rows of some units."""
         chosen = set(units)
         rows = (replace(r, note=f"{r.note}, {note}" if r.note else note) if r.unit in chosen else r for r in self.rows)
@@ -149,21 +149,12 @@ class _Discovery(Trace):
             self._use(arguments, None, ())
         return result
 
-    def _norm_input(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor | None:
+    def _norm_input(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Return the input of the running BN, or None where it does not use its own gamma, beta and statistics."""
-        norm = self.norms[self.norm or ""]
-        pairs = (weight, norm.weight), (bias, norm.bias), (running_mean, norm.running_mean)
-        return input if all(one is other for one, other in pairs) and eps == norm.eps else None
+        norm, call = self.norms[self.norm or ""], _BATCH_NORM.bind(*args, **kwargs)
+        call.apply_defaults()
+        own = all(call.arguments[name] is getattr(norm, name) for name in ("weight", "bias", "running_mean"))
+        return call.arguments["input"] if own and call.arguments["eps"] == norm.eps else None
 
     def _use(
         self, arguments: list[Tensor], user: str | None, own: Sequence[Tensor | None], normed: Tensor | None = None
@@ -245,7 +236,8 @@ def _layers_and_norms(trace: _Discovery, size: int, merge: bool, excluded: set[s
     merged: set[str] = set()
     faults: dict[str, str] = {}
     for weight, layer in trace.layers.items():
-        parts = [weight, *_bias_names(trace, layer)]
+        biases = {id(call.bias) for call in layer.calls if call.bias is not None}
+        parts = [weight, *(trace.names.get(bias, "") for bias in biases)]
         if not _is_unit(trace, layer, parts, size) or excluded.intersection(parts):
             continue
         norm = _norm_behind(trace, layer) if merge else None
@@ -283,11 +275,6 @@ def _layer_unit(weight: str, bias: str | None, norm: str | None, calls: list[Cal
         convolution=call.convolution,
         calls=len(calls),
     )
-
-
-def _bias_names(trace: _Discovery, layer: _Layer) -> list[str]:
-    biases = {id(call.bias): call.bias for call in layer.calls if call.bias is not None}
-    return [trace.names.get(key, "") for key in biases]
 
 
 def _is_unit(trace: _Discovery, layer: _Layer, parts: list[str], size: int) -> bool:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
 from xkfac.methods import Method
-from xkfac.model.hooks import Hook
 from xkfac.model.merged_weight import BoundUnit, Reading
-from xkfac.model.passes import norms_of
 from xkfac.penalty.bn_taps import Tap
+from xkfac.penalty.fixed_bn import FixedBn
 from xkfac.penalty.side_stream import SideStream
 
 
@@ -37,9 +36,7 @@ class BnReadings:
         self._blind: set[str] = set()
         self._handles: list[Any] = []
         if method.fixed_bn or method.fixed_statistics:
-            for norm in norms_of(model).values():
-                before, after = _evaluation()
-                self._handles += [norm.register_forward_pre_hook(Hook(before)), norm.register_forward_hook(Hook(after))]
+            self._handles.append(FixedBn(model))
         elif method.interpretation != "eval":
             normed = [one for one in bound.values() if one.norm is not None]
             _check_readable(normed)
@@ -139,23 +136,6 @@ def _check_readable(normed: Sequence[BoundUnit]) -> None:
                 f"'{one.unit.norm}' is a SyncBatchNorm, whose statistics one process cannot read; learn with BatchNorm "
                 "layers in each process, or with interpretation='eval'"
             )
-
-
-def _evaluation() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return hooks that run a BN in evaluation mode whatever its flag says, and give the flag back after it.
-
-    A curvature pass, in which running statistics stand still, runs it as it wants.
-    """
-    flags: list[bool] = []
-
-    def before(module: Any, inputs: Any) -> None:
-        flags.append(module.training)
-        module.training = module.training and not module.track_running_stats
-
-    def after(module: nn.Module, inputs: Any, output: Any) -> None:
-        module.training = flags.pop()
-
-    return before, after
 
 
 def _without_gradient(unit: str) -> XkfacError:

@@ -23,10 +23,11 @@ from xkfac.penalty.side_stream import SideStream
 
 Note = Callable[[Reading], None]
 _Hook = Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], Any]
-_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # whose forward pass is known to be BN and nothing else
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""BN layers whose forward pass is known to be BN and nothing else."""
 
 
-def _learns(norm: Any) -> bool:
+def learns(norm: Any) -> bool:
     """Whether a BN takes in a mini-batch of training.
 
     In a curvature pass it uses the statistics of mini-batches, too, but its running ones stand still: see `set_mode`.
@@ -77,11 +78,11 @@ class Tap:
     def put_on(self, note: Note) -> Any:
         """Have the unit's BN give `note` a reading of every mini-batch of training, until `remove()` of the result."""
         norm = self._bound.norm
-        if type(norm) not in _PLAIN or not runs_its_class(norm) or not self._through:
+        if type(norm) not in PLAIN or not runs_its_class(norm) or not self._through:
             return norm.register_forward_pre_hook(Hook(self._hook(note)), with_kwargs=True)
 
         def forward(module: Any, input: Tensor) -> Tensor:
-            if not _learns(module):
+            if not learns(module):
                 return type(module).forward(module, input)  # type: ignore[no-any-return]
             if self._is_normalised_here(module, input):
                 output, reading = self.normalise(module, input)
@@ -93,7 +94,7 @@ class Tap:
 
     def _hook(self, note: Note) -> _Hook:
         def read(module: nn.Module, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> Any:
-            if not _learns(module):
+            if not learns(module):
                 return None
             input = self._noted(norm_input(inputs, keywords), note)
             return ((input, *inputs[1:]), keywords) if inputs else (inputs, {**keywords, "input": input})

@@ -72,11 +72,14 @@ class FusedPenalty:
         start[4 * self._count :] = -self._origin[self._places]
         return start
 
-    def is_known_before(self, interpretation: Interpretation) -> bool:
-        """Whether every unit's displacement is known before a forward pass: its BN is read as brn without clipping."""
+    def is_known_before(self, interpretation: Interpretation, fixed: bool) -> bool:
+        """Whether every unit's displacement is known before a forward pass.
+
+        Its BN has `fixed` statistics, or is read as brn without clipping.
+        """
         norms = [one.bound.norm for each in self._groups for one in each.members if one.bound.norm is not None]
         unclipped = len(norms) == len(self._merged) and not any(isinstance(norm, _BatchRenorm) for norm in norms)
-        return unclipped and (not norms or interpretation == "brn")
+        return unclipped and (not norms or fixed or interpretation == "brn")
 
     def gather(self, readings: Mapping[str, Reading] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a copy of the vectors, and center and spread [2, C] of every unit in it.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from xkfac.curvature.blocks import Block, Diagonal, Kronecker, Term, symmetrised
 from xkfac.curvature.operator import Curvature
 from xkfac.model.merged_weight import BoundUnit
 from xkfac.penalty.layout import Member
+from xkfac.penalty.side_stream import side_by_side
 
 _SWEEPS = 4  # of subspace iteration: leading eigenvectors need few, and for the last ones little depends on it
 _FIRST = 32  # eigenvectors that are looked for at first, and twice as many while half of them or more are stiff
+_LARGE = 2**20  # numbers of a weight from which on a GPU changes its gradient by itself, without a copy
 _STIFF = 0.5  # eta ls h above which a direction is stiff; explicit steps along the others are stable up to 2
 
 
@@ -50,13 +53,16 @@ class Implicit:
                 pairs += _parts_of(one, block, weight, rank, generator)
         alike: dict[tuple[Any, ...], list[tuple[Tensor, _Part]]] = {}
         for parameter, part in pairs:
-            alone = id(parameter) if parameter.device.type == "cpu" else 0  # a GPU waits for launches, a CPU for copies
+            # A GPU waits for launches where weights are small; where they are large, and on a CPU, copies take longer.
+            copied = parameter.device.type != "cpu" and parameter.numel() < _LARGE
+            alone = 0 if copied else id(parameter)
             key = (type(part), parameter.shape, parameter.stride(), part.shape, alone)
             alike.setdefault(key, []).append((parameter, part))
         self._groups = [
             ([parameter for parameter, _ in pairs], type(pairs[0][1]).stacked([part for _, part in pairs]))
             for pairs in alike.values()
         ]
+        self._largest_first = sorted(self._groups, key=lambda group: -sum(one.numel() for one in group[0]))
 
     @torch.no_grad()
     def __call__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -71,10 +77,13 @@ class Implicit:
         self._change({id(one): one.grad for one in self.parameters if one.grad is not None})
 
     def _change(self, gradients: dict[int, Tensor]) -> None:
-        for members, part in self._groups:
-            if any(id(member) in gradients for member in members):
-                # Members without a gradient count zero; what comes out for them is dropped.
-                part([gradients[id(one)] if id(one) in gradients else torch.zeros_like(one) for one in members])
+        def change(members: Sequence[Tensor], part: _Part) -> None:
+            # Members without a gradient count zero; what comes out for them is dropped.
+            part([gradients[id(one)] if id(one) in gradients else torch.zeros_like(one) for one in members])
+
+        met = [group for group in self._largest_first if any(id(member) in gradients for member in group[0])]
+        if met:
+            side_by_side([partial(change, *group) for group in met], met[0][0][0].device)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -37,6 +37,11 @@ class Interval:
         self._captured = 1
         self._before: Tensor | None = None
 
+    @property
+    def skips_next(self) -> bool:
+        """Whether the next step goes without the penalty."""
+        return self._left > 0
+
     def skips(self) -> bool:
         """Count a step, and return whether it goes without the penalty."""
         if self._captured % self.every and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

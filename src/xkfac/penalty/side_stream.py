@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,16 +12,43 @@ from torch import Tensor, nn
 
 from xkfac.model.merged_weight import Reading
 
+_MOST = 4  # streams beside each other; more of them leave no kernel of a GPU more room
+
+
+def side_by_side(tasks: Sequence[Callable[[], None]], device: torch.device) -> None:
+    """Run tasks that write nothing in common: one after the other, on a CUDA device on several streams.
+
+    Kernels too small for a whole GPU then run at the same time. What follows on the current stream waits for all.
+    """
+    if device.type != "cuda" or len(tasks) < 2:
+        for task in tasks:
+            task()
+        return
+    here = torch.cuda.current_stream(device)
+    streams = _streams(device)[: len(tasks)]
+    for stream in streams:
+        stream.wait_stream(here)
+    for place, task in enumerate(tasks):
+        with torch.cuda.stream(streams[place % len(streams)]):
+            task()
+    for stream in streams:
+        here.wait_stream(stream)
+
+
+@cache
+def _streams(device: torch.device) -> list[Any]:
+    return [torch.cuda.Stream(device) for _ in range(_MOST)]  # type: ignore[no-untyped-call]
+
 
 class SideStream:
     """Starts where a forward pass of the model begins and is waited for where its results are used.
 
-    Under the interpretation brn, in a network that does not clip, W~ - W~* and its product with the curvature depend
-    on parameters and on the population statistics before the forward pass alone; those of units without BN always
-    depend on parameters alone. `gather` copies these into one tensor and returns it with the statistics [2, C] by unit;
-    it is called at the start, since the forward pass changes them. If parameters change before the result is used, the
-    side stream is not used. In a CUDA graph the work becomes parallel to the forward pass; on other devices there is no
-    stream, and it runs in its turn.
+    Under the interpretation brn, in a network that does not clip, W~ - W~* and its product with the curvature depend on
+    parameters and on the population statistics before the forward pass alone; those of units whose BN is fixed, or that
+    have none, always depend on parameters alone. `gather` copies these into one tensor and returns it with the
+    statistics [2, C] by unit; it is called at the start, since the forward pass changes them. If parameters change
+    before the result is used, the side stream is not used. In a CUDA graph the work becomes parallel to the forward
+    pass; on other devices there is no stream, and it runs in its turn.
     """
 
     def __init__(
@@ -45,8 +73,6 @@ class SideStream:
     @torch.no_grad()
     def start(self, module: nn.Module) -> None:
         """Copy what the work depends on: the forward pass of the model is about to begin."""
-        if torch.compiler.is_compiling():
-            return
         self._unread, self._read, self._open = {}, {}, module.training
         if not self._open:
             return

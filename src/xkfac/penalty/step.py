@@ -55,13 +55,22 @@ class PenalisedStep:
         self._fused = FusedPenalty(self.quadratic, self.bound) if self.bound else None
         self._zero = torch.zeros((), device=device)
         self._side: SideStream | None = None
-        if self._fused is not None and self._fused.is_known_before(method.interpretation):
-            self._side = SideStream(self._fused.gather, list(model.parameters()), device)
+        fixed = method.fixed_bn or method.fixed_statistics
+        if self._fused is not None and self._fused.is_known_before(method.interpretation, fixed):
+            gather = self._fused.gather
+
+            def without_statistics() -> tuple[Tensor, dict[str, Tensor]]:  # which no pass reads where they are fixed
+                return gather()[0], {}
+
+            self._side = SideStream(without_statistics if fixed else gather, list(model.parameters()), device)
         self.readings = BnReadings(model, method, self.bound, self._side)
         self._hook: Any = None
         if self._side is not None:
-            start = self._side.start
-            self._hook = model.register_forward_pre_hook(Hook(lambda module, inputs: start(module)))
+            self._hook = model.register_forward_pre_hook(Hook(self._before_forward))
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if self._side is not None and not torch.compiler.is_compiling() and not self.interval.skips_next:
+            self._side.start(module)
 
     def value(self) -> Tensor:
         """Return L_s for the readings since the last call; differentiable."""

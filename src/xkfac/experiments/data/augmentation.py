@@ -3,8 +3,6 @@
 All randomness is drawn beforehand on the CPU, so that a training step that augments can be replayed as a CUDA graph.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -23,14 +21,12 @@ TRIES = 10
 class Augmentation:
     """How pictures [N, 3, S, S] of bytes become inputs [N, 3, pixels, pixels].
 
-    scale: the range of a random crop's area, as a share of the picture's; (1, 1) means no crop.
-    ratio: the range of a random crop's width / height. flip: mirror every other picture, at random.
-    Raises DataError when one of them makes no sense.
+    scale: the range of a random crop's area, as a share of the picture's; (1, 1) means no crop. flip: mirror every
+    other picture, at random.
     """
 
     pixels: int
     scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: bool = True
 
     def __post_init__(self) -> None:
@@ -38,29 +34,25 @@ class Augmentation:
             raise DataError(f"pixels is {self.pixels}; it must be at least 1")
         if len(self.scale) != 2 or not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise DataError(f"scale is {self.scale}; it must be two shares of the area, 0 < least <= greatest <= 1")
-        if len(self.ratio) != 2 or not 0 < self.ratio[0] <= self.ratio[1] < math.inf:
-            raise DataError(f"ratio is {self.ratio}; it must be two ratios, 0 < least <= greatest")
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return draws [*shape, 5], float32 on the CPU: centre x and y, width and height of a crop, -1 to mirror or 1.
 
         Lengths are relative to the picture's side. The distribution is that of torchvision's RandomResizedCrop on a
-        square picture: area and log ratio are uniform, the first of ten tries that fits is taken, else the largest
-        centred crop with a permitted ratio. Crops are not rounded to whole pixels of the picture.
+        square picture: area and log ratio are uniform, the first of ten tries that fits is taken, else the whole
+        picture. Crops are not rounded to whole pixels of the picture.
         """
 
         def uniform(*size: int, least: float = 0.0, greatest: float = 1.0) -> Tensor:
             return torch.rand(*size, generator=generator, device="cpu").mul_(greatest - least).add_(least)
 
         area = uniform(TRIES, *shape, least=self.scale[0], greatest=self.scale[1])
-        ratio = uniform(TRIES, *shape, least=math.log(self.ratio[0]), greatest=math.log(self.ratio[1])).exp_()
+        ratio = uniform(TRIES, *shape, least=math.log(3 / 4), greatest=math.log(4 / 3)).exp_()
         sizes = torch.stack(((area * ratio).sqrt(), (area / ratio).sqrt()), -1)
         fits = (sizes <= 1).all(-1)
         first = fits.to(torch.uint8).argmax(0)[None, ..., None].expand(1, *shape, 2)
         found = fits.any(0)[..., None]
-        nearest = min(max(1.0, self.ratio[0]), self.ratio[1])
-        largest = torch.tensor((min(nearest, 1.0), min(1 / nearest, 1.0)), device="cpu")
-        size = torch.where(found, sizes.gather(0, first)[0], largest)
+        size = torch.where(found, sizes.gather(0, first)[0], 1.0)
         centre = torch.where(found, size / 2 + uniform(*shape, 2) * (1 - size), 0.5)
         mirror = uniform(*shape, 1).lt(0.5) if self.flip else torch.zeros(*shape, 1, dtype=torch.bool, device="cpu")
         return torch.cat((centre, size, 1.0 - 2.0 * mirror), -1)

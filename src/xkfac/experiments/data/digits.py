@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -9,10 +10,10 @@ import json
 import os
 import sys
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import NamedTuple
 from urllib.request import urlopen
 
 import torch
@@ -87,6 +88,14 @@ def stream(*key: str | int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big"))
 
 
+@contextlib.contextmanager
+def drawing_from(*key: str | int) -> Iterator[None]:
+    """Draw on the CPU from the stream of a key; torch's own generator goes on as if nothing was drawn."""
+    with torch.random.fork_rng(devices=()), torch.device("cpu"):
+        torch.default_generator.manual_seed(stream(*key).initial_seed())
+        yield
+
+
 def permutation(features: int, seed: int, task: int) -> Tensor:
     """Return the permutation [features] of a task's pixels, fixed by (seed, task); task 0 has the original images."""
     if task == 0:
@@ -94,15 +103,14 @@ def permutation(features: int, seed: int, task: int) -> Tensor:
     return torch.randperm(features, generator=stream("permutation", seed, task), device="cpu")
 
 
-def batches(count: int, size: int, *, seed: int, task: int, epoch: int) -> Tensor:
+def batches(count: int, size: int, *, seed: int, task: int, epoch: int, what: str = "batches") -> Tensor:
     """Return the order of one epoch, [steps, size] int64 on the CPU: full batches of `count` shuffled examples.
 
     Fixed by (seed, task, epoch) and the number of examples; the count % size examples left over vary by epoch.
-    Raises DataError when there is no full batch.
     """
     if size > count:
         raise DataError(f"the batch size is {size}, but there are {count} examples; choose a smaller one")
-    order = torch.randperm(count, generator=stream("batches", seed, task, epoch), device="cpu")
+    order = torch.randperm(count, generator=stream(what, seed, task, epoch), device="cpu")
     return order[: count // size * size].view(-1, size)
 
 
@@ -120,44 +128,33 @@ def load(
 
     Raises DataError when a file is missing or damaged, or there are too few examples.
     """
-    source = _digits() if name == "digits" else _mnist(folder, download)
-    order = torch.randperm(len(source.labels), generator=stream("split", name), device="cpu")
+    images, labels, *test = _digits() if name == "digits" else _mnist(folder, download)
+    scale = 16 if name == "digits" else 255
+    order = torch.randperm(len(labels), generator=stream("split", name), device="cpu")
     rest = len(order) - validation
     if rest < (train or 1):
         raise DataError(
             f"{name} has {len(order)} examples beside the test part: validation={validation} leaves {max(rest, 0)} for "
             f"training, and {train or 1} must be left; lower validation" + (" or train" if train else "")
         )
-    limit = rest if train is None else train
-    return Parts(source.part(order[:limit]), source.part(order[rest:]), source.test)
+    chosen = order[: rest if train is None else train], order[rest:]
+    # Examples are picked while pixels are still bytes, so that floats are never copied.
+    parts = [*((images[index], labels[index]) for index in chosen), test]
+    learnt, aside, tested = (Part(x.flatten(1).float().div_(scale), y.long()) for x, y in parts)
+    return Parts(learnt, aside, tested)
 
 
-class _Source(NamedTuple):
-    """What a data set has: images [n, ...] with values up to `scale`, labels [n], and its test part."""
-
-    images: Tensor
-    labels: Tensor
-    scale: int
-    test: Part
-
-    def part(self, index: Tensor) -> Part:
-        """Return the examples `index` [k], picked while pixels are still bytes, so that floats are never copied."""
-        return _scaled(self.images[index], self.labels[index], self.scale)
-
-
-def _scaled(images: Tensor, labels: Tensor, scale: int) -> Part:
-    return Part(images.flatten(1).float().div_(scale), labels.long())
-
-
-def _digits() -> _Source:
+def _digits() -> list[Tensor]:
+    """Return images and labels of scikit-learn's digits, then those of the test part."""
     datasets = imported("sklearn.datasets", "the data set 'digits'")
     images, labels = (torch.from_numpy(array) for array in datasets.load_digits(return_X_y=True))
     order = torch.randperm(len(labels), generator=stream("test", "digits"), device="cpu")
     test, rest = order[:DIGITS_TEST], order[DIGITS_TEST:]
-    return _Source(images[rest], labels[rest], 16, _scaled(images[test], labels[test], 16))
+    return [images[rest], labels[rest], images[test], labels[test]]
 
 
-def _mnist(folder: Path | str | None, download: bool) -> _Source:
+def _mnist(folder: Path | str | None, download: bool) -> list[Tensor]:
+    """Return images and labels of MNIST, then those of the test part."""
     folder = folder or os.environ.get("XKFAC_DATA")
     if not folder:
         raise DataError(
@@ -181,8 +178,7 @@ def _mnist(folder: Path | str | None, download: bool) -> _Source:
                 "or add --download to fetch it"
             )
         arrays.append(_read(path or _fetch(name, folder), name))
-    images, labels, test_images, test_labels = arrays
-    return _Source(images, labels, 255, _scaled(test_images, test_labels, 255))
+    return arrays
 
 
 def _read(path: Path, name: str) -> Tensor:
@@ -211,10 +207,7 @@ def _checked(content: bytes, name: str) -> bytearray:
 
 
 def _fetch(name: str, folder: Path) -> Path:
-    """Fetch a file of MNIST into `folder/MNIST/raw` from the first mirror that has it intact, and return its path.
-
-    Raises DataError that names each mirror and its failure; nothing half written remains.
-    """
+    """Fetch a file of MNIST into `folder/MNIST/raw` from the first mirror that has it intact, and return its path."""
     target = folder / "MNIST" / "raw" / f"{name}.gz"
     failures = []
     try:

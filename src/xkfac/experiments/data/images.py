@@ -63,11 +63,12 @@ def load_pictures(
     asked = {part: entries if part in parts else () for part, entries in everything.items()}
     folder = at_home(os.environ.get("XKFAC_CACHE") or "~/.cache/xkfac") / "pictures"
     files = {part: folder / _cache_name(tree.path, part, asked[part], stored, resize) for part in PART_NAMES}
-    missing = {files[part]: of for part, of in asked.items() if of and not _whole(files[part], len(of) * _size(stored))}
+    size = 3 * stored * stored  # bytes of an image
+    missing = {files[part]: of for part, of in asked.items() if of and not _whole(files[part], len(of) * size)}
     total, done = sum(map(len, missing.values())), 0
     for file, entries in missing.items():
         images = _Decoded(tree.path, [entry.name for entry in entries], stored, resize)
-        for count in _write(file, images, _size(stored), workers if len(entries) > FEW else 1):
+        for count in _write(file, images, size, workers if len(entries) > FEW else 1):
             done += count
             if progress:
                 progress(done, total)
@@ -97,10 +98,6 @@ def _write(path: Path, images: _Decoded, size: int, workers: int) -> Iterator[in
         raise DataError(
             f"a process that decodes images ended early, is memory short? ({error}); use one worker"
         ) from error
-
-
-def _size(stored: int) -> int:
-    return 3 * stored * stored
 
 
 def _cache_name(path: Path, part: str, entries: Sequence[ImageFile], stored: int, resize: str) -> str:

@@ -5,8 +5,6 @@ pipes, devices and files that are too large are errors, and so is a folder that 
 circle would have no end.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import zipfile
@@ -57,7 +55,7 @@ def reader(path: Path) -> Callable[[str], bytes]:
         with archive.open(name) as file:
             content = file.read(LARGEST_FILE + 1)  # whatever size the archive declares
         if len(content) > LARGEST_FILE:
-            raise OSError(_too_large())
+            raise OSError(f"it has more than {in_words(LARGEST_FILE)}")
         return content
 
     return read
@@ -68,15 +66,8 @@ def is_image(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() in ENDINGS
 
 
-def _too_large() -> str:
-    return f"it has more than {in_words(LARGEST_FILE)}"
-
-
 def _inside(root: Path, path: Path) -> Path:
-    """Return where a path leads to, which must be inside a folder; both without links.
-
-    Raises OSError when it leads out of it, or nowhere.
-    """
+    """Return where a path leads to, which must be inside a folder; both without links."""
     found = path.resolve(strict=True)
     if not found.is_relative_to(root):
         raise OSError("it is a link that leads out of the tree")

@@ -6,15 +6,13 @@ Pictures may lie deeper below their class. What is beside the classes, hidden fi
 or .csv are left out; any other file below a class must be an image of a format that is read (`tree_files`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -45,12 +43,8 @@ class Tree:
     test: tuple[ImageFile, ...]
 
     @classmethod
-    def read(cls, path: str | Path) -> Tree:
-        """List a folder or a zip file.
-
-        Raises DataError when it is damaged, has no train or test part, a class is empty or in one part alone, or a file
-        below a class is no picture by its ending, no regular file inside the tree, or too large.
-        """
+    def read(cls, path: str | Path) -> Self:
+        """List a folder or a zip file."""
         path = check_path(path)
         files = list_files(path)
         top = {name.split("/", 1)[0] for name, _ in files if "/" in name}
@@ -77,7 +71,6 @@ class Tree:
         validation: the share of each class that is set aside, at least one picture of it unless the share is 0.
         limit: at most so many of the rest, of each class in proportion; one of each class before two of any.
         Fixed by the names of a class and its pictures; fewer by `limit` are always among more.
-        Raises DataError when a class is too small for both.
         """
         kept: list[tuple[float, int, int]] = []
         aside: list[int] = []
@@ -104,10 +97,7 @@ class Tree:
 
 
 def in_data_folder(name: str, folder: Path | None, what: str) -> Path:
-    """Return a path that is absolute, or relative to the data folder; None means the variable XKFAC_DATA.
-
-    Raises DataError when there is no data folder.
-    """
+    """Return a path that is absolute, or relative to the data folder; None means the variable XKFAC_DATA."""
     path, place = at_home(name), folder or os.environ.get("XKFAC_DATA")
     if not path.is_absolute() and not place:
         raise DataError(

@@ -11,8 +11,6 @@ probability q in proportion to sum_k |A_k| |H_k|, whose total Z is exact, and |s
 number in [0, 1], is averaged. That is unbiased, and its standard error is at most Z / 2 over the root of the draws.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,10 +46,7 @@ def over_blocks(means: Iterable[MeanEntry]) -> MeanEntry | None:
 
 
 def derivable(settings: Settings, batch: int | None, *, averaged: bool = False) -> str:
-    """Return why K-FAC and XK-FAC cannot both be known from factors that were estimated so; nothing if they can.
-
-    Raises XkfacError for a size of mini-batches that has no use, or is none.
-    """
+    """Return why K-FAC and XK-FAC cannot both be known from factors that were estimated so; nothing if they can."""
     mixed = settings.kind == "xkfac" and settings.form == "paper"
     if batch is not None and not (mixed and settings.grouping == "paper"):
         raise XkfacError(

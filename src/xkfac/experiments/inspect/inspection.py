@@ -1,8 +1,7 @@
 """What a memory file holds, in numbers that a person can judge."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from xkfac.experiments.inspect.entries import MeanEntry, approximations, derivab
 from xkfac.experiments.inspect.spectra import effective_rank, largest_eigenvalue, spectra, trace
 from xkfac.memory import Memory
 from xkfac.model.units import Unit
+from xkfac.plain_values import from_plain
 
 NAMES = {"kfac": "K-FAC", "xkfac": "XK-FAC", "difference": "difference"}
 _NOTHING = "-"
@@ -33,8 +33,6 @@ def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show:
 
     batch: the size of the mini-batches that the factors were estimated with, which the paper's form needs to tell
     K-FAC. seed: of the entries that are drawn. show: is told how many units are done, of how many, and which is next.
-
-    Raises MemoryFileError for what is no memory, XkfacError for a `batch` that has no use.
     """
     memory = Memory.load(path)
     note = ""
@@ -49,7 +47,8 @@ def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show:
         means = _entries(block, memory, batch, generator)
         entries.append(means)
         units.append(_unit_facts(memory, unit, block, joint, means))
-    return {
+    over_units = {name: over_blocks(of[name] for of in entries if name in of) for name in NAMES}
+    found = {
         "file": str(path),
         "megabytes": round(path.stat().st_size / 1e6, 2),
         "tasks": memory.tasks,
@@ -57,10 +56,12 @@ def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show:
         "method": memory.method.name,
         "settings": asdict(memory.method.settings),
         "likelihood": memory.likelihood.name,
-        "calibration": _calibration(memory),
-        "entries": {**_over_units(entries), "note": note},
+        "calibration": None if memory.calibration is None else asdict(memory.calibration),
+        "entries": {**{name: mean and asdict(mean) for name, mean in over_units.items()}, "note": note},
         "units": units,
     }
+    plain: dict[str, Any] = json.loads(json.dumps(found))  # tuples become lists
+    return plain
 
 
 def _unit_facts(
@@ -83,7 +84,7 @@ def _unit_facts(
         "largest": largest,
         "largest within": distance,
         "effective rank": effective_rank(block),
-        "spectra": [{**asdict(each), "decades": list(each.decades), "sparkline": each.sparkline} for each in found],
+        "spectra": [{**asdict(each), "sparkline": each.sparkline} for each in found],
         "anchor norm": float(memory.anchor[unit.name].norm()),
         "entries": {name: asdict(mean) for name, mean in means.items()} or None,
     }
@@ -112,19 +113,6 @@ def _is_averaged(memory: Memory) -> bool:
     return max(terms, default=0) < memory.tasks * len(memory.method.settings.levels)
 
 
-def _calibration(memory: Memory) -> dict[str, Any] | None:
-    if memory.calibration is None:
-        return None
-    found = asdict(memory.calibration)
-    return {**found, "curve": list(found["curve"]), "scales": list(found["scales"])}
-
-
-def _over_units(entries: Sequence[Mapping[str, MeanEntry]]) -> dict[str, Any]:
-    """Return the means over all entries of all blocks, None where they cannot be known."""
-    means = {name: over_blocks(of[name] for of in entries if name in of) for name in NAMES}
-    return {name: None if mean is None else asdict(mean) for name, mean in means.items()}
-
-
 def facts(found: Mapping[str, Any]) -> dict[str, str]:
     """Return what was found of a memory as a whole, as a terminal shows it."""
     plain = ("file", "megabytes", "tasks", "examples", "method", "likelihood")
@@ -136,7 +124,7 @@ def facts(found: Mapping[str, Any]) -> dict[str, str]:
     if found["entries"]["note"]:
         shown["note"] = found["entries"]["note"]
     if found["calibration"]:
-        shown["calibration"] = str(Calibration.read(found["calibration"]))
+        shown["calibration"] = str(from_plain(Calibration, found["calibration"], "the calibration"))
     return shown
 
 

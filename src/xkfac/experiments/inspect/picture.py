@@ -1,8 +1,7 @@
 """A figure of what a memory holds: the spectrum of each unit, and how much of it is common to a mini-batch."""
 
-from __future__ import annotations
-
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 
     Left, how many eigenvalues of each unit lie in each decade, those of the terms of a sum counted together. Right, the
     share of the last term, H'' for XK-FAC, in the trace of each unit.
-
-    Raises XkfacError for a memory without units, or an ending that is no format of figures.
     """
     units = found["units"]
     if not units:
@@ -46,15 +43,12 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 
 def _counts(units: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], range]:
     """Return how many eigenvalues of each unit lie in each decade, and the logarithms that the decades begin at."""
-    found: list[dict[int, int]] = []
-    for unit in units:
-        own: dict[int, int] = {}
+    found = [Counter[int]() for _ in units]
+    for own, unit in zip(found, units, strict=True):
         for spectrum in unit["spectra"]:
             if spectrum["largest"] > 0:
                 top = math.floor(math.log10(spectrum["largest"]))
-                for depth, count in enumerate(spectrum["decades"]):
-                    own[top - depth] = own.get(top - depth, 0) + count
-        found.append(own)
+                own.update({top - depth: count for depth, count in enumerate(spectrum["decades"])})
     places = [place for own in found for place, count in own.items() if count] or [0]
     tops = range(min(places), max(places) + 1)
-    return [[own.get(top, 0) for top in tops] for own in found], tops
+    return [[own[top] for top in tops] for own in found], tops

@@ -5,11 +5,9 @@ block its scales: all exact. Those of a sum of products are no products; of thes
 and so are trace and effective rank of the sum, while its largest eigenvalue is found by Lanczos' method.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from scipy.linalg import norm  # type: ignore[import-untyped]
@@ -43,7 +41,7 @@ class Spectrum:
     below: int
 
     @classmethod
-    def of(cls, values: Tensor) -> Spectrum:
+    def of(cls, values: Tensor) -> Self:
         """Return the spectrum of eigenvalues [...]; those that rounding made negative count as zero."""
         values = values.detach().double().flatten().clamp(min=0).sort(descending=True).values
         total, largest = float(values.sum()), float(values[0])

@@ -1,17 +1,14 @@
 """Deep networks with one head a task on a trunk that torchvision or timm knows by name."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from xkfac.errors import nearest
-from xkfac.experiments.data.digits import stream
+from xkfac.experiments.data.digits import drawing_from
 from xkfac.experiments.networks.library import BackboneError, classifier_path, library_model
 from xkfac.task_layers import enter_task, give_task_layers, give_task_norms, using_task
 
@@ -33,8 +30,6 @@ class ManyHeaded(nn.Module):
     All heads are there from the start, so that the structure of the state never changes. The trunk gives features
     [N, width]. Head and trunk weights are fixed by the seed alone, whatever other tasks there are. What is kept of a
     task is of the trunk: `xkfac.consolidate(net, loader, exclude=["heads.*"])`.
-
-    Raises BackboneError for tasks without classes, or names that cannot be those of modules.
     """
 
     def __init__(
@@ -52,7 +47,7 @@ class ManyHeaded(nn.Module):
         self.trunk = trunk
         self.heads = nn.ModuleDict()
         for task, classes in tasks.items():
-            with _fixed("head", seed, task):
+            with drawing_from("head", seed, task):
                 self.heads[task] = nn.Linear(width, classes, bias)
         self.architecture = architecture
         self.active = next(iter(tasks))
@@ -64,14 +59,10 @@ class ManyHeaded(nn.Module):
         return {task: self.head(task).out_features for task in self.heads}
 
     def head(self, task: str) -> nn.Linear:
-        """Return the head of a task.
-
-        Raises BackboneError when there is none.
-        """
+        """Return the head of a task."""
         if task not in self.heads:
-            raise BackboneError(
-                f"there is no head for task '{task}'{nearest(task, self.heads)}; name one of {_list(self)}"
-            )
+            known = ", ".join(self.heads)
+            raise BackboneError(f"there is no head for task '{task}'{nearest(task, self.heads)}; name one of {known}")
         head = self.heads[task]
         assert isinstance(head, nn.Linear)
         return head
@@ -92,19 +83,13 @@ class ManyHeaded(nn.Module):
     def using(self, task: str) -> Iterator[None]:
         """Use the head of a task for a while, to measure it; what learns stays as it is."""
         self.head(task)
-        before = self.active
-        with using_task(self.trunk, task):
+        with using_task(self.trunk, task), contextlib.ExitStack() as after:
+            after.callback(setattr, self, "active", self.active)
             self.active = task
-            try:
-                yield
-            finally:
-                self.active = before
+            yield
 
     def give_layers(self, own: Iterable[str] = (), *, norms: bool = True) -> None:
-        """Give each task its own of those layers of the trunk that patterns name, and BN, as copies of what is there.
-
-        Raises XkfacError for a pattern that matches nothing.
-        """
+        """Give each task its own of the trunk's layers that patterns name, and BN, as copies of what is there."""
         give_task_layers(self.trunk, self.heads, own)
         if norms:
             give_task_norms(self.trunk, self.heads)
@@ -122,13 +107,10 @@ def make_backbone(model: str, tasks: Mapping[str, int], *, stem: Stem = "standar
     model: a classification network of torchvision, as "resnet18", or "timm:NAME" for one of timm. Its classifier is
     taken off and says how wide a head is. stem: "small" leaves out the max-pooling behind the first convolution, for
     images of 64 pixels and below; weights of either stem have the same shapes.
-
-    Raises BackboneError for a name that is not known, a network whose classifier is not one linear layer, and a small
-    stem of one without such a pooling.
     """
     if stem not in get_args(Stem):
         raise BackboneError(f"stem is '{stem}'; it must be one of {', '.join(get_args(Stem))}")
-    with _fixed("weights", seed):
+    with drawing_from("weights", seed):
         trunk = library_model(model)
     path = classifier_path(model, trunk)
     classifier = trunk.get_submodule(path)
@@ -147,21 +129,9 @@ def make_backbone(model: str, tasks: Mapping[str, int], *, stem: Stem = "standar
     return ManyHeaded(trunk, classifier.in_features, tasks, seed=seed, bias=bias, architecture=architecture)
 
 
-@contextlib.contextmanager
-def _fixed(*key: str | int) -> Iterator[None]:
-    """Draw weights on the CPU from a stream of their own; torch's generator goes on as if nothing was drawn."""
-    with torch.random.fork_rng(devices=()), torch.device("cpu"):
-        torch.default_generator.manual_seed(stream(*key).initial_seed())
-        yield
-
-
 def _check_tasks(tasks: Mapping[str, int]) -> None:
     for task, classes in tasks.items():
         if not task or "." in task or hasattr(nn.ModuleDict(), task):
             raise BackboneError(f"a task cannot be named '{task}', as its head is a module; choose another name")
         if classes < 1:
             raise BackboneError(f"task '{task}' has {classes} classes; it must have at least 1")
-
-
-def _list(net: ManyHeaded) -> str:
-    return ", ".join(net.heads)

@@ -1,7 +1,5 @@
 """Weights whose BN statistics fit images of another size than the network was trained on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

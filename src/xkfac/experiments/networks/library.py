@@ -1,7 +1,5 @@
 """The networks that torchvision and timm know by name."""
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

@@ -1,14 +1,11 @@
 """The networks of the experiments."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
-import torch
 from torch import nn
 
-from xkfac.experiments.data.digits import stream
-from xkfac.experiments.recipes.recipe import Line, Norm
+from xkfac.experiments.data.digits import drawing_from
+from xkfac.experiments.recipes.recipe import Line
 from xkfac.model.renorm import BatchRenorm1d
 
 
@@ -17,15 +14,9 @@ def perceptron(features: int, classes: int, line: Line, seed: int) -> nn.Sequent
 
     The weights are fixed by the seed alone, whatever the line.
     """
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(stream("weights", seed).initial_seed())
+    norms: dict[str, list[type[nn.Module]]] = {"bn": [nn.BatchNorm1d], "brn": [BatchRenorm1d], "none": []}
+    with drawing_from("weights", seed):
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise((features, *line.widths)):
-            layers += [nn.Linear(inputs, outputs), *_norm(line.norm, outputs), nn.ReLU(inplace=True)]
+            layers += [nn.Linear(inputs, outputs), *(norm(outputs) for norm in norms[line.norm]), nn.ReLU(inplace=True)]
         return nn.Sequential(*layers, nn.Linear((features, *line.widths)[-1], classes))
-
-
-def _norm(norm: Norm, channels: int) -> list[nn.Module]:
-    if norm == "none":
-        return []
-    return [nn.BatchNorm1d(channels) if norm == "bn" else BatchRenorm1d(channels)]

@@ -1,7 +1,5 @@
 """The training of a source network: how it is made, and its epochs, captured as graphs on a GPU."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated
@@ -34,8 +32,6 @@ class Pretraining:
     after `warmup`, a share of all steps, from where it falls to 0 along a cosine. decay: weight decay of all weights
     but biases and those of normalisation. smoothing: of labels. scale: range of a random crop's area, (1, 1) for none.
     cutmix: alpha of the Beta distribution of shares, 0 for none.
-
-    Raises PretrainingError when one of them makes no sense.
     """
 
     model: str = "resnet18"

@@ -5,14 +5,11 @@ NAME.json                      what was measured, with command, commit, seed and
 NAME.checkpoint.safetensors    the state after the last epoch, no pickle; gone once all is done
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,8 +68,7 @@ def pretrain(
 
     data: the name of a tree in `folder`, by default in XKFAC_DATA, or its parts. weights: the .safetensors file to
     make. The same call goes on after an interruption, to the same numbers. The validation part is measured after every
-    epoch, the test part once at the end. progress: called after every epoch. workers: processes
-    that decode images.
+    epoch, the test part once at the end. progress: called after every epoch. workers: processes that decode images.
 
     Raises PretrainingError when the file is there already, a checkpoint beside it is of other settings or data, the
     loss is not finite, or the pictures do not fit on the device.
@@ -92,9 +88,8 @@ def pretrain(
         )
     _check_data(data, settings, place)
     fastest = {"enabled": True, "benchmark": True, "deterministic": False, "allow_tf32": True}
-    on_gpu = place.type == "cuda"
-    with torch.backends.cudnn.flags(**fastest) if on_gpu else nullcontext(), ThreadPoolExecutor(1) as writer:
-        job = _Job(data.to(place), path, settings, task, writer)
+    with torch.backends.cudnn.flags(**fastest) if place.type == "cuda" else nullcontext():
+        job = _Job(data.to(place), path, settings, task)
         job.restore()
         while len(job.history) < settings.epochs:
             job.epoch()
@@ -106,9 +101,8 @@ def pretrain(
 class _Job:
     """A source network in the making."""
 
-    def __init__(self, parts: Parts, path: Path, settings: Pretraining, task: str, writer: ThreadPoolExecutor) -> None:
+    def __init__(self, parts: Parts, path: Path, settings: Pretraining, task: str) -> None:
         self.parts, self.path, self.settings, self.task = parts, path, settings, task
-        self._writer, self._written = writer, writer.submit(lambda: None)
         place = parts.train.x.device
         net = make_backbone(settings.model, {task: len(parts.classes)}, stem=settings.stem, seed=settings.seed)
         net = net.to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -133,13 +127,12 @@ class _Job:
                     f"'{self._checkpoint}' is of {field} {description['told'].get(field)!r}, not {value!r}; go on with "
                     f"the former, or {remedy}"
                 )
-        own = self.trainer.state()
-        for name, tensor in own.items():
+        for name, tensor in self.trainer.state().items():
             tensor.copy_(tensors[name])
         self.history = [Epoch(**entry) for entry in description["history"]]
 
     def epoch(self) -> None:
-        """Train for an epoch, measure, and have a checkpoint written beside the next one."""
+        """Train for an epoch, measure, and write a checkpoint."""
         start, number = time.monotonic(), len(self.history)
         loss = self.trainer.epoch(number)
         if not math.isfinite(loss):
@@ -148,13 +141,10 @@ class _Job:
         entry = Epoch(number + 1, self.settings.epochs, loss, validation, time.monotonic() - start)
         self.history.append(entry)
         description = {"told": self._origin, "history": [asdict(one) for one in self.history]}
-        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trainer.state().items()}
-        self._written.result()
-        self._written = self._writer.submit(storage.write, self._checkpoint, description, state, CHECKPOINT)
+        storage.write(self._checkpoint, description, self.trainer.state(), CHECKPOINT)
 
     def finish(self, name: str, place: torch.device) -> Pretrained:
         """Measure the test part and write the weights with what is known of them."""
-        self._written.result()
         test, validation = self._accuracy(self.parts.test), self.history[-1].validation
         known = {"data": name, "test": test, "validation": validation, "settings": asdict(self.settings)}
         known |= provenance(place, torch.get_num_threads())

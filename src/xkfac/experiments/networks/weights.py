@@ -1,7 +1,5 @@
 """Pretrained weights of a network with one head a task: read from files or downloads, checked, and written."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Recipes from TOML: read, changed by settings, every key checked before anything runs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace

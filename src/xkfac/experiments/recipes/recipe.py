@@ -13,13 +13,11 @@
 Every key is explained at the field of its class: `Recipe`, `Data`, `Images`, `Task`, `Line`, `Figure`.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from xkfac.errors import nearest
 from xkfac.experiments.recipes.toml_tables import (
@@ -205,6 +203,11 @@ class Line:
         return self.resolved_method().penalised
 
     @property
+    def protected(self) -> bool:
+        """Whether the line learns with a memory."""
+        return self.penalised or self.resolved_method().fixed_bn
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """How many tasks are known after each stage of a job."""
         if self.method == JOINT:
@@ -308,7 +311,7 @@ class Recipe:
         tasks = () if self.images is None else self.order(seed)[: line.tasks]
         return Plan(line.counts, line.epochs, line.tasks, tasks)
 
-    def only(self, patterns: Sequence[str]) -> Recipe:
+    def only(self, patterns: Sequence[str]) -> Self:
         """Return the recipe with those of its lines alone whose names match a pattern such as `kfac-*`.
 
         The name of a sweep stands for all of its lines.

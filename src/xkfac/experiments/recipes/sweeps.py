@@ -9,8 +9,6 @@ Each value becomes a line of its own, `kfac-x0.1` or `fine-tuning-lr0.05`, so th
 of sweeps. Such a line keeps `sweep = { line = "kfac", label = "K-FAC", key = "strength" }`: what it is a point of.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -40,16 +38,15 @@ def expanded(
     """Return the tables of all lines, each sweep replaced by its points, and the names of the points by sweep.
 
     defaults: those of all lines. Their sweep holds for lines that have none, as far as it has an effect there.
-
-    Raises RecipeError for a sweep that cannot be run as it is written.
     """
     tables: dict[str, Any] = {}
     sweeps: dict[str, tuple[str, ...]] = {}
     for name, given in lines.items():
         own = dict(as_table(given, f"lines.{name}"))
         sweep, where = own.pop("sweep", None), f"lines.{name}: sweep"
-        if sweep is None and _has_effect(own, defaults):
-            sweep, where = defaults.get("sweep"), "defaults: sweep"
+        default = defaults.get("sweep")
+        if sweep is None and (swept_key(default) != "strength" or _penalised({**defaults, **own})):
+            sweep, where = default, "defaults: sweep"
         if isinstance(sweep, dict) and "line" in sweep:  # a point, as the recipe of a run has it written out
             points = {name: {**own, "sweep": sweep}}
             sweeps[str(sweep["line"])] = (*sweeps.get(str(sweep["line"]), ()), name)
@@ -63,11 +60,6 @@ def expanded(
             raise RecipeError(f"lines.{name}: the sweep makes a line '{twice}', which there is already; rename one")
         tables |= points
     return tables, sweeps
-
-
-def _has_effect(own: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    """Return whether the sweep that all lines have by default changes anything on a line."""
-    return swept_key(defaults.get("sweep")) != "strength" or _penalised({**defaults, **own})
 
 
 def _penalised(table: Mapping[str, Any]) -> bool:

@@ -1,7 +1,5 @@
 """Tables of TOML: dataclasses made from them with every key and type checked, and values written back."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -37,10 +35,7 @@ class RecipeError(XkfacError):
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Return the table that a TOML text is, named `where` in errors; `check_values` is left to the caller.
-
-    Raises RecipeError when it is no TOML.
-    """
+    """Return the table that a TOML text is, named `where` in errors; `check_values` is left to the caller."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -105,10 +100,7 @@ def typed(value: Any, hint: Any, where: str) -> Any:
 
 
 def read_value(text: str) -> Any:
-    """Return the value that a text is in TOML, or the text itself.
-
-    Raises RecipeError for a value that is nested too deeply, or a number that is too large.
-    """
+    """Return the value that a text is in TOML, or the text itself."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except RecursionError:

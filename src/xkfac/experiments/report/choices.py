@@ -1,8 +1,6 @@
 """What a tuning chose, as its folder holds it: the choices with their reasons, and what every setting reached."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +29,16 @@ class Tuned:
 
 
 def read_tuned(run: RunResults) -> Tuned | None:
-    """Return what the tunings of a run, and of those pooled with it, have chosen; None where nothing is chosen yet.
-
-    Raises XkfacError when a file is damaged.
-    """
+    """Return what the tunings of a run, and of those pooled with it, have chosen; None where nothing is chosen yet."""
     if "tuning" not in run.provenance:
         return None
     rows: list[list[str]] = []
     points: list[Point] = []
     for folder in map(Path, (run.folder, *run.others)):
-        rows += [_cells(entry, run) for entry in _entries(folder / "choices.json", CHOSEN)]
+        for entry in _entries(folder / "choices.json", CHOSEN):
+            name, *cells = choice_cells(entry)
+            line = run.recipe.lines.get(name)
+            rows.append([line.label if line is not None and line.label else name, *cells])
         points += _entries(folder / "points.json", Point)
     order = {label: place for place, label in enumerate(dict.fromkeys(row[0] for row in rows))}
     rows.sort(key=lambda row: (order[row[0]], int(row[1])))
@@ -67,9 +65,3 @@ def _entries(path: Path, kind: Any) -> list[Any]:
 
 def _damaged(path: Path, why: object) -> XkfacError:
     return XkfacError(f"'{path}' cannot be read ({why}); 'xkfac resume {path.parent}' writes it anew")
-
-
-def _cells(entry: Mapping[str, Any], run: RunResults) -> list[str]:
-    line = run.recipe.lines.get(entry["line"])
-    name, *cells = choice_cells(entry)
-    return [line.label if line is not None and line.label else name, *cells]

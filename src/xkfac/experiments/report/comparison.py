@@ -1,7 +1,5 @@
 """Lines that several runs have, side by side."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,19 +1,17 @@
 """What all figures of a report share: their parts, their files, their form in a page."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
-from xkfac.errors import XkfacError
+from xkfac.errors import XkfacError, shortened
 from xkfac.experiments.files import replace_file
 from xkfac.experiments.report.styles import Style, inline_svg, looks, rendered
 from xkfac.experiments.report.tables import csv_text
@@ -22,11 +20,10 @@ SPREAD = ("mean", "deviation", "repeats")
 _STEPS = [factor * 10**power for power in range(7) for factor in (1, 2, 5)]
 
 
-class Fill(Protocol):
-    """Draws the plot of a figure that has a position among its plots."""
-
-    def __call__(self, axes: Axes, position: int) -> None:
-        """Draw into some axes."""
+Fill = Callable[[Axes, int], None]
+"""Draws into some axes the plot of a figure that has a position among its plots."""
+Limits = dict[str, tuple[float, float]]
+"""The `xlim` and `ylim` of axes, where they are set."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +65,23 @@ def multiples(
 
 
 def curves(
-    plot: Plot, titles: Sequence[str], fill: Fill, legend: Sequence[tuple[str, Style]], height: float, folder: Path
+    plot: Plot,
+    fill: Callable[[Axes], None],
+    legend: Sequence[tuple[str, Style]],
+    height: float,
+    folder: Path,
+    enlarged: tuple[str, Limits] | None,
 ) -> Plot:
-    """Draw panels of curves, one below the other, each of a height in inches, with one legend."""
+    """Draw curves on a panel of a height in inches, with a legend; `enlarged`, a part of them on a second one below."""
+    panels = [("", Limits()), *([enlarged] if enlarged else [])]
     with looks(10):
         down = math.ceil(len(legend) / 2)
-        canvas = Canvas(figsize=(8, height * len(titles) + 0.23 * down + 0.5), layout="constrained")
-        for position, title in enumerate(titles):
-            axes = canvas.add_subplot(len(titles), 1, position + 1)
-            fill(axes, position)
-            axes.set_title(title)
-        handles = [Line2D([], [], label=shortened(label), **style.plot) for label, style in legend]
+        canvas = Canvas(figsize=(8, height * len(panels) + 0.23 * down + 0.5), layout="constrained")
+        for position, (part, limits) in enumerate(panels, 1):
+            axes = canvas.add_subplot(len(panels), 1, position)
+            fill(axes)
+            axes.set(title=f"The {part} part, enlarged" if part else "", **limits)
+        handles = [Line2D([], [], label=shortened(label, 60), **style.plot) for label, style in legend]
         canvas.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, handlelength=3.4)
         return save(canvas, plot, folder)
 
@@ -88,11 +91,6 @@ def whole_ticks(last: int, most: int) -> list[int]:
     step = next(step for step in _STEPS if last / step <= most)
     between = range(step, last, step)
     return sorted({1, last, *(tick for tick in between if tick - 1 >= 0.7 * step and last - tick >= 0.7 * step)})
-
-
-def shortened(label: str, width: int = 60) -> str:
-    """Return a label of at most so many characters."""
-    return label if len(label) <= width else label[: width - 1] + "…"
 
 
 def save(canvas: Canvas, plot: Plot, folder: Path) -> Plot:
@@ -107,10 +105,7 @@ def save(canvas: Canvas, plot: Plot, folder: Path) -> Plot:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file, replacing what is there only once all is written.
-
-    Raises XkfacError when it cannot be written.
-    """
+    """Write a file, replacing what is there only once all is written."""
     try:
         replace_file(path, content)
     except OSError as error:

@@ -1,7 +1,5 @@
 """The figures of a report: as PNG, SVG and CSV files, and as SVG elements for its page."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics
@@ -35,8 +33,6 @@ def draw_all(
     """Draw all figures of some runs into a folder, which is made if need be.
 
     tuned: what the settings reached that a tuning tried, by the name of its run.
-
-    Raises XkfacError when the folder cannot be written.
     """
     lines = entries(runs)
     drawn = []
@@ -116,18 +112,6 @@ def _ranked(lines: Sequence[ReportLine], of: Curve) -> _Curves:
     return sorted(curves, key=lambda pair: -pair[1][-1][1].mean if pair[1] else math.inf)
 
 
-def _end(curve: Sequence[tuple[int, Spread]]) -> str:
-    return number(curve[-1][1] if curve else None)
-
-
-def _curve_rows(curves: _Curves) -> list[list[Any]]:
-    return [
-        [entry.name, entry.label, count, *spread_cells(value)]
-        for entry, curve in sorted(curves, key=lambda pair: pair[0].index)
-        for count, value in curve
-    ]
-
-
 def _zoom(curves: _Curves, better: int) -> tuple[float, float] | None:
     """Return the range of the better half of the lines where worse ones leave it too small a part of the plot.
 
@@ -147,28 +131,31 @@ def _zoom(curves: _Curves, better: int) -> tuple[float, float] | None:
 
 def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better: int) -> Plot:
     zoom = _zoom(lines, better)
-    titles = [""] if zoom is None else ["", f"The {'upper' if better > 0 else 'lower'} part, enlarged"]
-    limits = [None, zoom]
     longest = max((count for _, curve in lines for count, _ in curve), default=1)
     styles = {entry.index: style_of(entry.index, entry.hue, entry.line) for entry, _ in lines}
 
-    def fill(axes: Axes, position: int) -> None:
+    def fill(axes: Axes) -> None:
         for entry, curve in lines:
             _draw_curve(axes, entry, curve, styles[entry.index], longest)
-        _task_axis(axes, longest)
+        axes.set_xlabel("number of tasks learnt")
+        axes.set_xlim(1 - 0.02 * longest, longest + 0.03 * longest)
+        axes.set_xticks(whole_ticks(longest, 8))
         axes.set_ylabel(what)
         axes.grid(axis="y")
-        bounds = limits[position]
-        if bounds is not None:
-            axes.set_ylim(*bounds)
-        elif better < 0 and axes.get_ylim()[0] > 0:
+        if better < 0 and axes.get_ylim()[0] > 0:
             axes.set_ylim(0, None)
 
-    legend = [(f"{entry.label}  {_end(curve)}", styles[entry.index]) for entry, curve in lines]
-    ends = "; ".join(f"{entry.label} {_end(curve)}" for entry, curve in lines)
-    alt = f"{plot.alt} against the number of tasks learnt. At the end: {ends}."
-    plot = replace(plot, alt=alt, rows=_curve_rows(lines))
-    return curves(plot, titles, fill, legend, 4.4, folder)
+    ends = [number(curve[-1][1] if curve else None) for _, curve in lines]
+    legend = [(f"{entry.label}  {end}", styles[entry.index]) for (entry, _), end in zip(lines, ends, strict=True)]
+    said = "; ".join(f"{entry.label} {end}" for (entry, _), end in zip(lines, ends, strict=True))
+    rows = [
+        [entry.name, entry.label, count, *spread_cells(value)]
+        for entry, curve in sorted(lines, key=lambda pair: pair[0].index)
+        for count, value in curve
+    ]
+    plot = replace(plot, alt=f"{plot.alt} against the number of tasks learnt. At the end: {said}.", rows=rows)
+    part = "upper" if better > 0 else "lower"
+    return curves(plot, fill, legend, 4.4, folder, None if zoom is None else (part, {"ylim": zoom}))
 
 
 def _draw_curve(axes: Axes, entry: ReportLine, curve: Sequence[tuple[int, Spread]], style: Style, longest: int) -> None:
@@ -191,12 +178,5 @@ def _draw_curve(axes: Axes, entry: ReportLine, curve: Sequence[tuple[int, Spread
     for before in set(entry.diverged):
         place = np.searchsorted(counts, before, side="right") - 1
         if place >= 0:
-            axes.plot(
-                counts[place], means[place], "x", color=style.colour, markersize=11, markeredgewidth=2.6, zorder=5
-            )
-
-
-def _task_axis(axes: Axes, longest: int) -> None:
-    axes.set_xlabel("number of tasks learnt")
-    axes.set_xlim(1 - 0.02 * longest, longest + 0.03 * longest)
-    axes.set_xticks(whole_ticks(longest, 8))
+            cross: dict[str, Any] = {"color": style.colour, "markersize": 11, "markeredgewidth": 2.6, "zorder": 5}
+            axes.plot(counts[place], means[place], "x", **cross)

@@ -3,8 +3,6 @@
 Both are of the repeats that have learnt all tasks, whatever the order in which they met them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -12,14 +10,7 @@ from typing import Any
 
 from xkfac.experiments.recipes.recipe import SINGLE, Line
 from xkfac.experiments.report.markup import Cell, Row, Table
-from xkfac.experiments.report.tables import (
-    ReportLine,
-    best_places,
-    csv_text,
-    entries_by_run,
-    printable,
-    spread_cells,
-)
+from xkfac.experiments.report.tables import ReportLine, best_places, csv_text, entries_by_run, printable, spread_cells
 from xkfac.experiments.runs.results import JobResult, RunResults, Spread, spread
 
 MOST_SHOWN = 12  # tasks up to which a table says what images of each are taken for

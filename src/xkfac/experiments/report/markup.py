@@ -1,7 +1,5 @@
 """Tables of a report, each written once and shown by the terminal and the page, and other parts of a page."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

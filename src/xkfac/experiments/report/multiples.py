@@ -1,7 +1,5 @@
 """Small multiples of a report, one plot per line: accuracy on every task, and losses over epochs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +13,8 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-from xkfac.experiments.report.drawing import SPREAD, Plot, multiples, shortened, whole_ticks
+from xkfac.errors import shortened
+from xkfac.experiments.report.drawing import SPREAD, Plot, multiples, whole_ticks
 from xkfac.experiments.report.styles import PALETTE
 from xkfac.experiments.report.tables import ReportLine, printable, spread_cells
 from xkfac.experiments.runs.results import Spread, spread
@@ -31,7 +30,10 @@ _LONG = 15  # tasks from which on epochs are too dense to be read one by one
 def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
     """Draw the accuracy on every task after every task as heat maps, one per line."""
     cells = [_cells(entry) for entry in lines]
-    matrices = [_mean_matrix(entry.reached, of) for entry, of in zip(lines, cells, strict=True)]
+    matrices = [np.full((entry.reached, entry.reached), np.nan) for entry in lines]
+    for means, of in zip(matrices, cells, strict=True):
+        for after, task, value in of:
+            means[after - 1, task - 1] = value.mean
     low = min(float(np.nanmin(means)) for means in matrices)
     high = max(float(np.nanmax(means)) for means in matrices)
     ends = (10.0 * math.floor(low / 10), min(100.0, math.floor(high) + 1.0))
@@ -48,12 +50,16 @@ def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
     named = any(entry.order for entry in lines)
     if any(entry.images and not entry.order for entry in lines):
         note += " Repeats met the tasks in different orders: where tasks have numbers, they are places in the order."
-    alts = [_matrix_alt(entry, means) for entry, means in zip(lines, matrices, strict=True)]
-    rows = [
-        [entry.name, entry.label, after, task, *spread_cells(value), *([_name(entry, task)] if named else [])]
-        for entry, of in zip(lines, cells, strict=True)
-        for after, task, value in of
+    alts = [
+        f"{entry.label}: after {len(means)} tasks {np.nanmin(means[-1]):.1f}% on the worst and "
+        f"{np.nanmax(means[-1]):.1f}% on the best task."
+        for entry, means in zip(lines, matrices, strict=True)
     ]
+    rows = []
+    for entry, of in zip(lines, cells, strict=True):
+        for after, task, value in of:
+            name = [entry.order[task - 1] if entry.order else ""] if named else []
+            rows.append([entry.name, entry.label, after, task, *spread_cells(value), *name])
     header = ["line", "label", "after_task", "task", *SPREAD, *(["name"] if named else [])]
     plot = Plot(key, title, note, "Heat maps of accuracy. " + " ".join(alts), header, rows)
     ticks = {tick: _shade(tick, ends) for tick in sorted({*ends, *(t for t in _TICKS if ends[0] < t < ends[1])})}
@@ -72,13 +78,6 @@ def _shade(accuracy: Any, ends: tuple[float, float]) -> Any:
     return (first - np.log1p(100 - np.minimum(accuracy, 100))) / (first - last)
 
 
-def _mean_matrix(size: int, cells: list[tuple[int, int, Spread]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    means = np.full((size, size), np.nan)
-    for after, task, value in cells:
-        means[after - 1, task - 1] = value.mean
-    return means
-
-
 def _cells(entry: ReportLine) -> list[tuple[int, int, Spread]]:
     """Return (tasks learnt so far, task, accuracy over repeats), both counted from 1."""
     found = []
@@ -90,19 +89,6 @@ def _cells(entry: ReportLine) -> list[tuple[int, int, Spread]]:
             if value is not None:
                 found.append((after, task, value))
     return found
-
-
-def _name(entry: ReportLine, task: int) -> str:
-    """Return the name of a task, counted from 1, where all repeats of a line have it at this place."""
-    return entry.order[task - 1] if entry.order else ""
-
-
-def _matrix_alt(entry: ReportLine, means: np.ndarray[Any, Any]) -> str:
-    last = means[-1]
-    return (
-        f"{entry.label}: after {len(means)} tasks {np.nanmin(last):.1f}% on the worst and {np.nanmax(last):.1f}% on "
-        "the best task."
-    )
 
 
 def _draw_matrix(
@@ -127,15 +113,8 @@ def _draw_matrix(
     if size <= _CELLS_WITH_NUMBERS:
         for (row, column), value in np.ndenumerate(means):
             if math.isfinite(value):
-                dark = _shade(value, ends) < 0.5
-                axes.text(
-                    column + 1,
-                    row + 1,
-                    f"{value:.0f}",
-                    ha="center",
-                    va="center",
-                    color="#fffffe" if dark else "#000001",
-                )
+                ink = "#fffffe" if _shade(value, ends) < 0.5 else "#000001"
+                axes.text(column + 1, row + 1, f"{value:.0f}", ha="center", va="center", color=ink)
 
 
 def draw_training(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
@@ -155,7 +134,12 @@ def draw_training(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
     if last >= _LONG:
         note += " The heavy lines join the last epochs of the tasks."
     alts = [f"{entry.label}: loss of the task and penalty over epochs." for entry in lines]
-    rows = [cells for entry, of in curves for cells in _training_rows(entry, of)]
+    rows: list[list[Any]] = []
+    for entry, of in curves:
+        values_at = [{(task, epoch): value for task, epoch, value in curve} for curve in of.values()]
+        for place in sorted({place for known in values_at for place in known}):
+            cells = (cell for known in values_at for cell in spread_cells(known.get(place)))
+            rows.append([entry.name, entry.label, *place, *cells])
     header = ["line", "label", "task", "epoch", *(f"{what}_{cell}" for what in ("loss", "penalty") for cell in SPREAD)]
     plot = Plot(key, title, note, "Loss and penalty over epochs. " + " ".join(alts), header, rows)
     names = {"loss of the task": PALETTE[0], "penalty": PALETTE[1]}
@@ -179,14 +163,6 @@ def _epoch_curve(entry: ReportLine, what: str) -> _EpochCurve:
                 found.setdefault((epoch["task"] + 1, epoch["epoch"] + 1), []).append(epoch[what])
     spreads = ((place, spread(values)) for place, values in sorted(found.items()))
     return [(*place, value) for place, value in spreads if value is not None]
-
-
-def _training_rows(entry: ReportLine, of: dict[str, _EpochCurve]) -> list[list[Any]]:
-    values = {what: {(task, epoch): value for task, epoch, value in curve} for what, curve in of.items()}
-    return [
-        [entry.name, entry.label, *place, *(cell for what in values for cell in spread_cells(values[what].get(place)))]
-        for place in sorted({place for known in values.values() for place in known})
-    ]
 
 
 def _draw_training(
@@ -214,14 +190,11 @@ def _draw_training(
 
 def _broken(places: Sequence[tuple[int, float, float]]) -> tuple[list[float], list[float]]:
     """Return a curve that is broken between numbers of tasks that do not follow each other, as of joint training."""
-    xs: list[float] = []
-    ys: list[float] = []
+    points: list[tuple[float, float]] = []
     before = 0
     for task, x, y in places:
         if task > before + 1:
-            xs.append(math.nan)
-            ys.append(math.nan)
-        xs.append(x)
-        ys.append(y if y > 0 else math.nan)  # a logarithm has no place for the penalty of the first task
+            points.append((math.nan, math.nan))
+        points.append((x, y if y > 0 else math.nan))  # a logarithm has no place for the penalty of the first task
         before = task
-    return xs, ys
+    return [x for x, _ in points], [y for _, y in points]

@@ -1,26 +1,19 @@
 """The report of an experiment: one page that needs nothing but itself, and the files of its figures beside it."""
 
-from __future__ import annotations
-
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import check_path
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
+from xkfac.experiments.recipes.toml_tables import write_value
 from xkfac.experiments.report.choices import read_tuned
 from xkfac.experiments.report.comparison import compare, comparison_table
 from xkfac.experiments.report.drawing import write_file
 from xkfac.experiments.report.figures import draw_all
-from xkfac.experiments.report.image_tables import (
-    accuracy_table,
-    image_tables,
-    inference_table,
-    share_table,
-    tables_csv,
-)
+from xkfac.experiments.report.image_tables import accuracy_table, image_tables, inference_table, share_table, tables_csv
 from xkfac.experiments.report.markup import counted, rendered
 from xkfac.experiments.report.summary import summary
 from xkfac.experiments.report.tables import ReportLine, columns, entries, furthest, run_names, started, summary_csv
@@ -28,15 +21,12 @@ from xkfac.experiments.report.tradeoff_tables import tradeoff_table, tradeoffs, 
 from xkfac.experiments.runs.results import RunResults
 
 _FIGURES = "figures"
-_SHOWN_APART = ("label", "note")  # settings of a line that stand above the others
 
 
 def write_report(runs: Sequence[RunResults], folder: Path) -> tuple[Path, list[Path]]:
     """Write `report.html` and the folder `figures` of one or several runs, finished or not.
 
     Returns the paths of the page and of the figures as PNG.
-
-    Raises XkfacError when there are no runs, none has measured anything, or the folder cannot be written.
     """
     figures = folder / _FIGURES
     check_path(figures / "accuracies.csv")
@@ -130,22 +120,11 @@ def _settings(runs: Iterable[RunResults], lines: Iterable[ReportLine]) -> dict[s
     """Return the settings that are the same in all lines that have them, if these are several, and those of each."""
     # The recipe's text has the keys that have an effect on a line, and no others.
     tables = [of for run in runs for of in tomllib.loads(run.recipe.to_toml())["lines"].values()]
-    settings = [{k: _plain(v) for k, v in of.items() if k not in _SHOWN_APART and v not in ({}, [])} for of in tables]
+    apart = ("label", "note")  # these stand above the others
+    settings = [{k: write_value(v) for k, v in of.items() if k not in apart and v not in ({}, [])} for of in tables]
     keys = dict.fromkeys(key for of in settings for key in of)
     values = {key: [of[key] for of in settings if key in of] for key in keys}
     common = {key: v[0] for key, v in values.items() if len(set(v)) == 1 and (len(v) > 1 or len(settings) == 1)}
     own = [{key: value for key, value in of.items() if key not in common} for of in settings]
     each = [(line, {"name": line.name, **of}) for line, of in zip(lines, own, strict=True)]
     return {"common": common, "lines": each}
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} = {_plain(item)}" for key, item in value.items())
-    if isinstance(value, tuple | list):
-        return ", ".join(map(_plain, value))
-    return str(value)

@@ -4,8 +4,6 @@ Hyperparameters are chosen by what a target task shows, without source data. Tha
 better on the target are better on all tasks: as far as the two accuracies rank settings alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
@@ -16,7 +14,8 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
-from xkfac.experiments.report.drawing import Plot, multiples, shortened
+from xkfac.errors import shortened
+from xkfac.experiments.report.drawing import Plot, multiples
 from xkfac.experiments.report.styles import INK, MARKERS, PALETTE, SOFT, Style
 from xkfac.experiments.report.tables import NOTHING, printable
 from xkfac.experiments.tuning.trials import Point
@@ -45,8 +44,6 @@ def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = S
     """Draw target against average accuracy, a column per task, with alpha in the top row and without in the bottom row.
 
     Both panels of a column have the same axes. Settings that diverged are in the CSV file, and counted in the note.
-
-    Raises XkfacError when the folder cannot be written.
     """
     tasks = list(dict.fromkeys(point.task for point in points))
     rows = [row for row in _ROWS if any(point.balanced is row for point in points)]
@@ -72,9 +69,8 @@ def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = S
 
     def finish(canvas: Canvas) -> None:
         looks = {printable(label): style.plot | {"linestyle": "none"} for label, style in styles.items()}
-        handles = [
-            Line2D([], [], label=shortened(label), **look) for label, look in (*looks.items(), ("chosen", _RING))
-        ]
+        looks["chosen"] = _RING
+        handles = [Line2D([], [], label=shortened(label, 60), **look) for label, look in looks.items()]
         canvas.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5))
 
     alt = f"{title}. " + " ".join(f"{name}: {_said(shown)}." for name, shown in panels.items())

@@ -1,7 +1,5 @@
 """How the figures of a report look: colours, markers and dashes, and SVG that takes its colours from a page."""
 
-from __future__ import annotations
-
 import io
 import re
 import warnings

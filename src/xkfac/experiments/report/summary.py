@@ -1,7 +1,5 @@
 """The summary of a report: the average accuracy of every line over the tasks, and how it comes about."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from xkfac.experiments.report.markup import Cell, Row, Table

@@ -1,7 +1,5 @@
 """The lines of a report and their numbers, shared by the terminal, the page and CSV files."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math
@@ -175,7 +173,12 @@ def _coloured(found: list[ReportLine], runs: Iterable[tuple[RunResults, str]]) -
 def columns(lines: Sequence[ReportLine]) -> list[Column]:
     """Return the columns of the summary that some line has a value for."""
     most = furthest(lines)
-    found = [_checkpoint(count) for count in CHECKPOINTS if count < most]
+
+    def after(count: int) -> Column:
+        hint = f"Average accuracy in % after {count} tasks"
+        return Column(f"after {count}", hint, 1, lambda e: e.averages.get(count))
+
+    found = [after(count) for count in CHECKPOINTS if count < most]
     found += [
         Column(f"after {most}" if most else "final", "Average accuracy in % after the last task", 1, lambda e: e.final),
         Column(
@@ -217,10 +220,6 @@ def columns(lines: Sequence[ReportLine]) -> list[Column]:
 def furthest(lines: Iterable[ReportLine]) -> int:
     """Return the largest number of tasks that a line has reached."""
     return max((line.reached for line in lines), default=0)
-
-
-def _checkpoint(count: int) -> Column:
-    return Column(f"after {count}", f"Average accuracy in % after {count} tasks", 1, lambda e: e.averages.get(count))
 
 
 def best(column: Column, lines: Sequence[ReportLine]) -> set[int]:

@@ -1,7 +1,5 @@
 """The figure of trade-off curves: source kept against target learnt, one curve per method, one marker per value."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from xkfac.experiments.report.drawing import Plot, curves
+from xkfac.experiments.report.drawing import Limits, Plot, curves
 from xkfac.experiments.report.styles import INK, Style, style_of
 from xkfac.experiments.report.tables import HUES, number, spread_cells
 from xkfac.experiments.report.tradeoff_tables import Tradeoff, Tradeoffs, in_percent, reach
@@ -24,7 +22,6 @@ _HEADER = (
     *("kept", "kept_deviation", "share", "share_deviation", "repeats", "diverged"),
 )
 _Placed = list[tuple[Spread, Spread]]
-_Limits = tuple[tuple[float, float], tuple[float, float]]
 
 
 def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOFF) -> Plot:
@@ -32,8 +29,6 @@ def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOF
 
     Points are means over repeats with bars of one standard deviation. Dotted lines are the source network's accuracy
     and the ceilings of the targets.
-
-    Raises XkfacError when the folder cannot be written.
     """
     shown = [*found.curves, *found.alone]
     styles = [_style(place, curve) for place, curve in enumerate(shown)]
@@ -41,24 +36,26 @@ def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOF
     ends = "; ".join(f"{curve.label} {number(curve.area, 3)}" for curve in found.curves)
     what = f"{found.what} (%)"
     alt = f"{title}: {what} against what is kept of {found.source} in percent. Areas under the curves: {ends}."
-    plot = Plot(key, title, _note(found), alt, _HEADER, _rows(found))
-    limits = [None, near] if (near := _enlarged(placed)) is not None else [None]
+    note = (
+        "Each marker is one value of what is swept: a strength, or a learning rate. Further right, more of "
+        f"{found.source} is kept; further up, more is learnt. Dotted lines: the source network"
+        + (", and networks of their own for the targets" if found.tops else "")
+        + ". Numbers beside a name are areas under the curve."
+    )
+    plot = Plot(key, title, note, alt, _HEADER, _rows(found))
 
-    def fill(axes: Axes, position: int) -> None:
+    def fill(axes: Axes) -> None:
         for points, style in zip(placed, styles, strict=True):
             _draw(axes, points, style)
-        _references(axes, found)
+        # What the source network has of the source, and what networks of their own have of the targets.
+        for draw in (axes.axvline, *([axes.axhline] if found.tops else [])):
+            draw(100, color=INK, linestyle=(0, (1.0, 3.0)), linewidth=1, zorder=0)
         axes.set_xlabel(f"{found.source} kept (%)")
         axes.set_ylabel(what)
         axes.grid()
-        bounds = limits[position]
-        if bounds is not None:
-            axes.set_xlim(*bounds[0])
-            axes.set_ylim(*bounds[1])
 
-    titles = ["", "The upper right part, enlarged"][: len(limits)]
     labels = [f"{curve.label}  {number(curve.area, 3)}" if curve.key else curve.label for curve in shown]
-    return curves(plot, titles, fill, list(zip(labels, styles, strict=True)), 5.2, folder)
+    return curves(plot, fill, list(zip(labels, styles, strict=True)), 5.2, folder, _enlarged(placed))
 
 
 def _rows(found: Tradeoffs) -> list[list[Any]]:
@@ -91,14 +88,8 @@ def _draw(axes: Axes, points: _Placed, style: Style) -> None:
     axes.plot(x, y, **style.plot)
 
 
-def _references(axes: Axes, found: Tradeoffs) -> None:
-    """Draw what the source network has of the source, and what networks of their own have of the targets."""
-    for draw in (axes.axvline, *([axes.axhline] if found.tops else [])):
-        draw(100, color=INK, linestyle=(0, (1.0, 3.0)), linewidth=1, zorder=0)
-
-
-def _enlarged(placed: Sequence[_Placed]) -> _Limits | None:
-    """Return the limits of what keeps most of the source, where it is crowded into a small part of the figure."""
+def _enlarged(placed: Sequence[_Placed]) -> tuple[str, Limits] | None:
+    """Return the part that keeps most of the source, where it is crowded into a small part of the figure."""
     curves = [[(kept.mean, share.mean) for kept, share in curve] for curve in placed]
     near = [point for curve in curves for point in curve if point[0] >= _NEAR]
     least = min((x for curve in curves for x, _ in curve), default=_NEAR)
@@ -107,13 +98,4 @@ def _enlarged(placed: Sequence[_Placed]) -> _Limits | None:
     right, low = max(x for x, _ in near), min(y for _, y in near)
     high = max(reached for curve in curves if (reached := reach(curve, _NEAR)) is not None)
     margin = 0.06 * max(high - low, 1.0)
-    return (_NEAR, max(right, 100.0) + 0.5), (low - margin, high + margin)
-
-
-def _note(found: Tradeoffs) -> str:
-    return (
-        "Each marker is one value of what is swept: a strength, or a learning rate. Further right, more of "
-        f"{found.source} is kept; further up, more is learnt. Dotted lines: the source network"
-        + (", and networks of their own for the targets" if found.tops else "")
-        + ". Numbers beside a name are areas under the curve."
-    )
+    return "upper right", {"xlim": (_NEAR, max(right, 100.0) + 0.5), "ylim": (low - margin, high + margin)}

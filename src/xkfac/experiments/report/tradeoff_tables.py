@@ -14,8 +14,6 @@ keeps most, nothing is reached, and the area gains nothing; left of the point th
 share there is, as all points keep more than asked for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +34,7 @@ Point = tuple[float, float]
 def reach(curve: Sequence[Point], kept: float) -> float | None:
     """Return the largest share on a curve at points that keep at least `kept`; None where no point does."""
     shares = [share for x, share in curve if x >= kept]
-    shares += [_height(one, other, kept) for one, other in pairwise(curve) if _crosses(one, other, kept)]
+    shares += [_height(*pair, kept) for pair in pairwise(curve) if min(pair)[0] < kept < max(pair)[0]]
     return max(shares, default=None)
 
 
@@ -64,10 +62,6 @@ def _strip(curve: Sequence[Point], low: float, high: float) -> float:
         for (left, one), (right, other) in pairwise(zip(crossings, tops, strict=True))
     )
     return (high - low) * sum(shares)
-
-
-def _crosses(one: Point, other: Point, kept: float) -> bool:
-    return min(one[0], other[0]) < kept < max(one[0], other[0])
 
 
 def _height(one: Point, other: Point, kept: float) -> float:
@@ -100,7 +94,6 @@ class SweepPoint:
 class Tradeoff:
     """The curve of one sweep. key: what is swept; empty for a line by itself, which is one point and has no curve."""
 
-    run: str
     name: str
     label: str
     key: str
@@ -172,7 +165,7 @@ def _tradeoffs(mine: Sequence[ReportLine]) -> Tradeoffs | None:
         first = points[0].entry
         ordered = sorted(points, key=lambda point: point.value or 0.0)
         sweep = first.line.sweep
-        sweeps.append(Tradeoff(first.run, name, sweep.get("label", first.label), sweep.get("key", ""), ordered))
+        sweeps.append(Tradeoff(name, sweep.get("label", first.label), sweep.get("key", ""), ordered))
     curves = [each for each in sweeps if each.key and any(point.by_seed for point in each.points)]
     if not curves:
         return None
@@ -215,14 +208,12 @@ def tradeoff_table(found: Tradeoffs) -> Table:
         + (f" Ceilings: {tops}, chosen on validation images." if tops else "")
     )
     levels = [f"{found.what}, at {100 * level:.0f}% of {found.source} kept" for level in LEVELS]
-    rows = [
-        Row(
-            curve.label,
-            [Cell(curve.area, 3), *(_cell(curve, level) for level in LEVELS), Cell(_values(curve))],
-            curve.notes,
-        )
-        for curve in found.curves
-    ]
+    rows = []
+    for curve in found.curves:
+        values = ", ".join(f"{point.value:g}" for point in curve.points if point.value is not None)
+        swept = Cell(("lr " if curve.key == "lr" else "x") + values)
+        cells = [Cell(curve.area, 3), *(_cell(curve, level) for level in LEVELS), swept]
+        rows.append(Row(curve.label, cells, curve.notes))
     return Table("Table of trade-offs", caption, ["method", "area under the curve", *levels, "values"], [rows])
 
 
@@ -231,14 +222,8 @@ def _cell(curve: Tradeoff, level: float) -> Cell:
     value, repeats = curve.at(level), len(curve.curves())
     if value is None:
         return Cell("not reached")
-    return Cell(
-        in_percent(value), 1, note="" if value.count == repeats else f"{value.count} of {repeats} repeats reach it"
-    )
-
-
-def _values(curve: Tradeoff) -> str:
-    mark = "lr " if curve.key == "lr" else "x"
-    return mark + ", ".join(f"{point.value:g}" for point in curve.points if point.value is not None)
+    note = "" if value.count == repeats else f"{value.count} of {repeats} repeats reach it"
+    return Cell(in_percent(value), 1, note=note)
 
 
 def tradeoffs_csv(found: Iterable[Tradeoffs]) -> str:

@@ -1,7 +1,5 @@
 """The events of a job, one JSON object a line: every one checked, all of them against what the job has to do."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

@@ -13,15 +13,13 @@ folder holds is used before it is checked: a recipe that was changed since the r
 can have left, are one error that names the file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_TEXT, check_path, locked, read_json, read_regular, reason
@@ -44,11 +42,8 @@ class RunFolder:
     facts: Mapping[str, Any]
 
     @classmethod
-    def create(cls, path: Path, recipe: Recipe, facts: Mapping[str, Any]) -> RunFolder:
-        """Make the folder of a new run.
-
-        Raises RunError when there is something at `path` already, or it cannot be written.
-        """
+    def create(cls, path: Path, recipe: Recipe, facts: Mapping[str, Any]) -> Self:
+        """Make the folder of a new run."""
         for name in recipe.lines:
             check_path(path / "jobs" / name / "checkpoint-000000.safetensors")
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -69,11 +64,8 @@ class RunFolder:
         return cls(path, recipe, facts)
 
     @classmethod
-    def open(cls, path: Path) -> RunFolder:
-        """Open the folder of a run.
-
-        Raises RunError when it is none, is damaged, or its recipe is not the one that the run began with.
-        """
+    def open(cls, path: Path) -> Self:
+        """Open the folder of a run."""
         check_path(path / "recipe.toml")
         if not (path / "run.json").is_file() or not (path / "recipe.toml").is_file():
             raise RunError(f"'{path}' is not the folder of a run; 'xkfac status' lists runs")

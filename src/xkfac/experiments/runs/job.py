@@ -4,8 +4,6 @@ A job is made of stages. Each is a training from its first to its last epoch, af
 the network measured. A stage can also be learnt by itself, from a given state, as trials of settings do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time
@@ -14,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from xkfac.errors import MemoryFileError, NotFiniteError
 from xkfac.experiments.data.digits import batches, stream
@@ -63,10 +61,6 @@ class JobRun:
         self._balance: Balance | None = None
         self.model = self.sequence.network()
 
-    @property
-    def _device(self) -> torch.device:
-        return self.sequence.device
-
     def turn_to(self, stage: int, weights: Mapping[str, Tensor] | None = None, memory: Memory | None = None) -> Carried:
         """Turn to a stage by itself, from a given state, or go on with it; return what `learn` carries on.
 
@@ -96,7 +90,11 @@ class JobRun:
             if self.folder.result().done:
                 return
         while self.state.stage < len(self.stages):
-            if not self._finite_stage(carried):
+            try:
+                finite = self._stage(carried)
+            except NotFiniteError:  # weights can be finite still where statistics or curvature no longer are
+                finite = False
+            if not finite:
                 self.folder.note("end", diverged=self.stages[self.state.stage].task)
                 break
             carried = {}
@@ -104,12 +102,6 @@ class JobRun:
             self.folder.note("end", diverged=None)
             self.memory = None
         self._save({}, force=True)
-
-    def _finite_stage(self, carried: Carried) -> bool:
-        try:
-            return self._stage(carried)
-        except NotFiniteError:  # weights can be finite still where statistics or curvature no longer are
-            return False
 
     def _stage(self, carried: Carried) -> bool:
         """Go through a stage to its end; return whether its numbers stayed finite."""
@@ -141,11 +133,14 @@ class JobRun:
         start = time.monotonic() - state.seconds
         examples = self.sequence.train(stage.tasks)
         with self._stepper(examples, stage) as stepper:
-            self._take_up(stepper, carried)
+            load_momentum(self.model, stepper.optimizer, carried.get("momentum", {}))
+            if self._balance is not None and carried.get("balance"):
+                self._balance.load_state_dict(carried["balance"])
             while state.epoch < line.epochs and not state.diverged:
                 self._epoch(stepper, stage)
                 state.seconds = time.monotonic() - start
-                self._save(self._carried(stepper))
+                balance = {} if self._balance is None else self._balance.state_dict()
+                self._save({"momentum": momentum_of(self.model, stepper.optimizer), "balance": balance})
         if not self._best or (state.diverged and not line.early_stopping):
             return False
         self.model.load_state_dict(self._best)
@@ -156,19 +151,10 @@ class JobRun:
     def _stepper(self, examples: Examples, stage: Stage) -> Iterator[Stepper]:
         """Yield the stepper of a stage, with its learner begun or taken up again where there is a past to protect."""
         line = self.line
-        options: dict[str, Any] = {
-            "label_smoothing": line.label_smoothing,
-            "autocast": self.autocast,
-        }
-        if self.memory is None or not self._protected:
-            yield Stepper(self.model, examples, make_optimizer(self.model, self.line.momentum), None, **options)
+        options: dict[str, Any] = {"label_smoothing": line.label_smoothing, "autocast": self.autocast}
+        if self.memory is None or not line.protected:
+            yield Stepper(self.model, examples, make_optimizer(self.model, line.momentum), None, **options)
             return
-        if self.state.epoch == 0:
-            # Statistics are pooled over all examples, so large batches give the same and are faster. They are of the
-            # examples as training draws them: with others the running statistics would leave the anchor at once.
-            examples.redraw(self.seed, stage.task, -1)
-            with Learner(self.model, self.memory) as learner:
-                learner.begin(examples.chunks())
         self._balance = self._new_balance(stage)
         with Learner(
             self.model,
@@ -179,8 +165,13 @@ class JobRun:
             balance=self._balance,
             penalty_every=1,  # the same numbers on every device
         ) as learner:
-            begun = {"begun": True, "balance": self._balance.state_dict() if self._balance else None}
-            learner.load_state_dict(begun)
+            if self.state.epoch == 0:
+                # Statistics are pooled over all examples, so large batches give the same and are faster. They are of
+                # examples as training draws them: with others the running statistics would leave the anchor at once.
+                examples.redraw(self.seed, stage.task, -1)
+                learner.begin(examples.chunks())
+            else:
+                learner.load_state_dict({"begun": True, "balance": self._balance and self._balance.state_dict()})
             first = line.learning_rate(stage.task, 0)
             implicit = self._implicit(learner, first) if line.implicit else None
             if line.steady and self.state.epoch == 0:
@@ -219,10 +210,6 @@ class JobRun:
             )
         return Balance(self.floors[name], self.line.balance_every)
 
-    @property
-    def _protected(self) -> bool:
-        return self.method.penalised or self.method.fixed_bn
-
     def _batches(self, examples: Examples, stage: Stage) -> Batches:
         """Return the batches that curvature is estimated on: a shuffle of its own."""
         size = min(self.line.batch, len(examples))
@@ -237,13 +224,17 @@ class JobRun:
         if 0 < state.epoch == line.head_epochs and line.momentum:
             stepper.rest()
         stepper.examples.redraw(self.seed, stage.task, state.epoch)
-        order = self._order(stepper.examples, stage)
+        keys = {"seed": self.seed, "task": stage.task, "epoch": state.epoch}
+        what = "joint" if stage.kind == JOINT else "batches"
+        order = batches(len(stepper.examples), line.batch, **keys, what=what)
         try:
             loss, penalty = stepper.epoch(order, *rates)
         except NotFiniteError:  # the learner notices it before the epoch ends
             loss = penalty = math.nan
-        validation = self._validation(stage)
-        finite = math.isfinite(loss) and math.isfinite(penalty) and _is_finite(self.model)
+        found = [self.sequence.accuracy(self.model, task, "validation") for task in stage.tasks]
+        validation = sum(found) / len(found)
+        weights = float(sum(tensor.double().sum() for tensor in self.model.state_dict().values()))
+        finite = all(map(math.isfinite, (loss, penalty, weights)))
         if not finite:
             state.diverged = True
         elif line.average:
@@ -263,17 +254,6 @@ class JobRun:
         )
         state.epoch += 1
 
-    def _order(self, examples: Examples, stage: Stage) -> Tensor:
-        size, keys = self.line.batch, {"seed": self.seed, "task": stage.task, "epoch": self.state.epoch}
-        if stage.kind != JOINT:
-            return batches(len(examples), size, **keys)
-        shuffled = torch.randperm(len(examples), generator=stream("joint", *keys.values()), device="cpu")
-        return shuffled[: len(examples) // size * size].view(-1, size)
-
-    def _validation(self, stage: Stage) -> float:
-        values = [self.sequence.accuracy(self.model, task, "validation") for task in stage.tasks]
-        return sum(values) / len(values)
-
     def _add_to_average(self) -> None:
         """Take the weights at the end of an epoch into the average over the last ones."""
         state, line = self.state, self.line
@@ -289,11 +269,11 @@ class JobRun:
 
     def remember(self, stage: Stage) -> None:
         """Make or extend the memory with the task of a stage; the last task's is of no use."""
-        if stage.count == self.line.tasks or not self._protected:
+        if stage.count == self.line.tasks or not self.line.protected:
             return
         loader = self._batches(self.sequence.fixed(stage.task, self.line.consolidate), stage)
         seed = stream("labels", self.seed, stage.task).initial_seed()
-        graph = self._device.type == "cuda"
+        graph = self.sequence.device.type == "cuda"
         if self.memory is None:
             self.memory = consolidate(
                 self.model, loader, self.method, exclude=self.sequence.exclude, seed=seed, graph=graph
@@ -324,7 +304,7 @@ class JobRun:
             seconds=time.monotonic() - start,
             time=time.time(),
         )
-        self.state = self.state.next_stage()
+        self.state = JobState(stage=self.state.stage + 1, singles=self.state.singles)
         self._save({})
 
     def measure(self, stage: Stage) -> list[float]:
@@ -333,16 +313,6 @@ class JobRun:
             return [self.sequence.accuracy(self.model, task, "test") for task in range(stage.count)]
         self.state.singles = [*self.state.singles, self.sequence.accuracy(self.model, stage.task, "test")]
         return self.state.singles
-
-    def _carried(self, stepper: Stepper) -> Carried:
-        """Return what a training in progress goes on with beside weights: momentum, and the state of a balance."""
-        balance = {} if self._balance is None else self._balance.state_dict()
-        return {"momentum": momentum_of(self.model, stepper.optimizer), "balance": balance}
-
-    def _take_up(self, stepper: Stepper, carried: Carried) -> None:
-        load_momentum(self.model, stepper.optimizer, carried.get("momentum", {}))
-        if self._balance is not None and carried.get("balance"):
-            self._balance.load_state_dict(carried["balance"])
 
     def _save(self, carried: Carried, *, force: bool = False) -> None:
         """Write a checkpoint if the last one is old enough."""
@@ -364,7 +334,7 @@ class JobRun:
         named: Carried = {kind: {} for kind in ("model", "best", "start")}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
-            named.setdefault(kind, {})[name] = tensor.to(self._device)
+            named.setdefault(kind, {})[name] = tensor.to(self.sequence.device)
         try:
             self.model.load_state_dict(named["model"])
         except (RuntimeError, KeyError, ValueError):
@@ -376,7 +346,7 @@ class JobRun:
         self._memory_file = state["memory"]
         if self._memory_file is not None:
             try:
-                self.memory = Memory.load(self.folder.path / self._memory_file, self.model, device=self._device)
+                self.memory = Memory.load(self.folder.path / self._memory_file, self.model, device=self.sequence.device)
             except MemoryFileError as error:
                 raise RunError(
                     f"{error} — or remove the folder '{self.folder.path}' to run this job again from its start"
@@ -384,7 +354,3 @@ class JobRun:
         known = {key: value for key, value in state.items() if key in vars(self.state)}
         self.state = JobState(**known)
         return named
-
-
-def _is_finite(model: nn.Module) -> bool:
-    return math.isfinite(sum(tensor.double().sum() for tensor in model.state_dict().values()))

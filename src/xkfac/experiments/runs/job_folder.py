@@ -1,7 +1,5 @@
 """The folder of a job: its events and checkpoints, whole at every moment and checked whenever they are read."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -60,10 +58,7 @@ class JobFolder:
                 file.write(text.encode())
 
     def events(self) -> list[Event]:
-        """Return the events so far; a last line that is not whole yet does not count.
-
-        Raises RunError when they cannot be read, or a line is damaged.
-        """
+        """Return the events so far; a last line that is not whole yet does not count."""
         with self._checking():
             return parse_events(self._content())
 
@@ -92,17 +87,16 @@ class JobFolder:
         """Write a checkpoint in place of the one before the last; the last one stays as it is."""
         events = self._content()
         known = {**state, "events": len(events), "events_sha256": digest_of(events)}
-        numbers = [number for number, _ in self._checkpoints()]
-        path = self.path / f"checkpoint-{max(numbers, default=0) + 1}.safetensors"
+        number = max((number for number, _ in self._checkpoints()), default=0) + 1
+        path = self.path / f"checkpoint-{number}.safetensors"
         with writing(path):
             if self._events.exists():
                 storage.flush(self._events)
             storage.write(path, known, tensors, CHECKPOINT)
-        for _, old in self._checkpoints()[:-2]:
-            old.unlink(missing_ok=True)
         # Two checkpoints go on with two memories at most, and a memory is written only for a checkpoint.
-        for _, old in _numbered(self.path, "memory")[:-2]:
-            old.unlink(missing_ok=True)
+        for kind in ("checkpoint", "memory"):
+            for _, old in _numbered(self.path, kind)[:-2]:
+                old.unlink(missing_ok=True)
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
         return _numbered(self.path, "checkpoint")
@@ -112,9 +106,6 @@ class JobFolder:
 
         A damaged checkpoint, or one whose memory is damaged, is moved aside and noted as a warning; the one before it
         leads to the same numbers.
-
-        Raises RunError when there are checkpoints and none can be read, or the events are not those they were written
-        with.
         """
         damaged: list[tuple[Path, str]] = []
         for _, path in reversed(self._checkpoints()):
@@ -163,10 +154,7 @@ class JobFolder:
             later.unlink()
 
     def result(self) -> JobResult:
-        """Return what the job has measured so far.
-
-        Raises RunError when its events are damaged, or are not those of the job.
-        """
+        """Return what the job has measured so far."""
         events = self.events()
         assert self.plan is not None  # a trial has events, and no result of its own
         with self._checking():
@@ -192,10 +180,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_record(path: Path, kind: type[Found]) -> Found | None:
-    """Return what a file holds as an instance of a dataclass, None if there is no file.
-
-    Raises RunError when it is damaged.
-    """
+    """Return what a file holds as an instance of a dataclass, None if there is no file."""
     try:
         plain = read_json(path)
     except FileNotFoundError:
@@ -221,12 +206,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryFileError) as error:
-        raise not_written(path, error) from error
-
-
-def not_written(path: Path, error: Exception) -> NotWritten:
-    """Return the error of a file that could not be written."""
-    return NotWritten(
-        f"'{path}' could not be written ({reason(error)}); the last good state is kept: free space or fix the folder, "
-        "then 'xkfac resume' goes on from it"
-    )
+        raise NotWritten(
+            f"'{path}' could not be written ({reason(error)}); the last good state is kept: free space or fix the "
+            "folder, then 'xkfac resume' goes on from it"
+        ) from error

@@ -1,12 +1,9 @@
 """How far a run is, for a person who watches it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -37,7 +34,7 @@ class RunStatus:
     reason: str = ""
 
     @classmethod
-    def of(cls, path: Path) -> RunStatus:
+    def of(cls, path: Path) -> Self:
         """Return how far the run in a folder is; a damaged one is said to be so, and why in `reason`."""
         try:
             run = RunFolder.open(path)
@@ -46,7 +43,7 @@ class RunStatus:
             return cls(str(path), "?", "damaged", 0, 0, 0, 0, None, reason=str(error))
 
     @classmethod
-    def from_results(cls, run: RunFolder, results: Sequence[JobResult]) -> RunStatus:
+    def from_results(cls, run: RunFolder, results: Sequence[JobResult]) -> Self:
         """Return how far a run is whose jobs have these results."""
         done = sum(job.done for job in results)
         state = "complete" if done == len(results) else "running" if run.in_use() else "interrupted"
@@ -95,9 +92,7 @@ class LiveDisplay:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 

@@ -1,11 +1,10 @@
 """What a run has measured, and the metrics of continual learning that follow from it."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from xkfac.experiments.recipes.recipe import Figure, Recipe
@@ -47,12 +46,12 @@ class JobResult:
         """Return, after each task, how far accuracies on earlier tasks are below their best so far, on average."""
         curve: list[float | None] = []
         for count, row in enumerate(self.accuracy):
-            earlier = [self.accuracy[i:count] for i in range(count)]
-            if row is None or count == 0 or any(past is None for past in self.accuracy[:count]):
+            past = [earlier for earlier in self.accuracy[:count] if earlier is not None]
+            if row is None or not past or len(past) < count:
                 curve.append(None)
-                continue
-            best = [max(past[i] for past in rows if past is not None) for i, rows in enumerate(earlier)]
-            curve.append(statistics.fmean(b - now for b, now in zip(best, row, strict=False)))
+            else:
+                lost = (max(earlier[task] for earlier in past[task:]) - row[task] for task in range(count))
+                curve.append(statistics.fmean(lost))
         return curve
 
     def backward_transfer(self) -> float | None:
@@ -114,9 +113,7 @@ class LineResults:
 
     def curve(self, of: Callable[[JobResult], Sequence[float | None]]) -> list[Spread | None]:
         """Return the spread over repeats of a curve such as `JobResult.average_accuracy`, task by task."""
-        curves = [of(job) for job in self.jobs]
-        length = max(map(len, curves), default=0)
-        return [spread([curve[i] if i < len(curve) else None for curve in curves]) for i in range(length)]
+        return [spread(values) for values in zip_longest(*map(of, self.jobs))]
 
     def scalar(self, of: Callable[[JobResult], float | None]) -> Spread | None:
         """Return the spread over repeats of a number such as `JobResult.backward_transfer`."""
@@ -145,18 +142,15 @@ def pooled(runs: Sequence[RunResults]) -> list[RunResults]:
     """
     groups: list[list[RunResults]] = []
     for run in runs:
-        group = next((group for group in groups if all(_poolable(run, other) for other in group)), None)
-        if group is None:
-            groups.append([run])
-        else:
-            group.append(run)
+        group = next((group for group in groups if all(_poolable(run, other) for other in group)), [])
+        if not group:
+            groups.append(group)
+        group.append(run)
     return [group[0] if len(group) == 1 else _as_one(group) for group in groups]
 
 
 def _poolable(a: RunResults, b: RunResults) -> bool:
-    if _world(a) != _world(b):
-        return False
-    return all(
+    return _world(a) == _world(b) and all(
         a.recipe.lines[name] == b.recipe.lines[name]
         and {job.seed for job in a.lines[name].jobs}.isdisjoint(job.seed for job in b.lines[name].jobs)
         for name in a.lines.keys() & b.lines.keys()
@@ -174,15 +168,8 @@ def _as_one(runs: Sequence[RunResults]) -> RunResults:
     runs = sorted(runs, key=lambda run: -len(run.lines))
     first = runs[0]
     names = dict.fromkeys(name for run in runs for name in run.lines)
-    lines = {
-        name: LineResults(
-            name,
-            sorted(
-                (job for run in runs if name in run.lines for job in run.lines[name].jobs), key=lambda job: job.seed
-            ),
-        )
-        for name in names
-    }
+    jobs = {name: [job for run in runs if name in run.lines for job in run.lines[name].jobs] for name in names}
+    lines = {name: LineResults(name, sorted(of, key=lambda job: job.seed)) for name, of in jobs.items()}
     settings = {name: next(run.recipe.lines[name] for run in runs if name in run.recipe.lines) for name in names}
     figures: dict[str, Figure] = {}
     for key, figure in (item for run in runs for item in run.recipe.figures.items()):

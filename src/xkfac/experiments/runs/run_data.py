@@ -41,8 +41,6 @@ def load_run_data(
     download: fetch what is missing, where that is possible. classes, tasks, parts: load only these tasks and parts of
     images, and take the classes of the others from `classes`; nothing of the others is read. workers: processes that
     decode images which no cache has yet; `progress` is told how many of how many are done.
-
-    Raises DataError, BackboneError or WeightsError for whatever is missing, damaged, or does not fit.
     """
     if recipe.images is None:
         data = recipe.data
@@ -151,17 +149,8 @@ class ImageData:
             name: Augmentation(self.images.pixels, (task.scale[0], task.scale[1]), flip=task.flip)
             for name, task in self.recipe.tasks.items()
         }
-        own_bn = line.resolved_method().own_bn
-        return ImageTasks(
-            self.recipe.order(seed),
-            self.source(seed),
-            self.parts,
-            augmentations,
-            self.place,
-            own_bn,
-            line.own,
-            self.images.infer_tasks,
-        )
+        order, source = self.recipe.order(seed), self.source(seed)
+        return ImageTasks(line, order, source, self.parts, augmentations, self.place, self.images.infer_tasks)
 
 
 def _check_held_out(line: Line, task: str, count: int, *, calibrated: bool) -> None:

@@ -1,7 +1,5 @@
 """Start runs and go on with them: jobs side by side in processes of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -13,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -57,9 +55,7 @@ def start(
     """
     loaded = resolved(recipe, settings, lines)
     check_path(folder)  # before data is read, which can take long
-    place = device_of(device, RunError)
-    where = data or os.environ.get("XKFAC_DATA")
-    facts = checked(loaded, where, place, download=download, verbose=show is not None)
+    facts = checked(loaded, data, device, download=download, verbose=show is not None)
     run = RunFolder.create(Path(folder), loaded, facts)
     return _work(run, jobs, show)
 
@@ -73,17 +69,18 @@ def resolved(recipe: str | Path | Recipe, settings: Sequence[str], lines: Sequen
 
 
 def checked(
-    recipe: Recipe, data: str | Path | None, place: torch.device, *, download: bool = False, verbose: bool = False
+    recipe: Recipe, data: str | Path | None, device: str, *, download: bool = False, verbose: bool = False
 ) -> dict[str, Any]:
     """Return the facts of a run that is about to start; a fault in recipe, data or weights shows now, not in every job.
 
     verbose: say on standard error how far images are decoded, which is done once.
     """
-    data = None if data is None else at_home(data)
+    place, where = device_of(device, RunError), data or os.environ.get("XKFAC_DATA")
+    folder = None if where is None else at_home(where)
     parse_recipe(recipe.to_toml(), recipe.name)  # one that was made in Python has not been checked
     loaded = load_run_data(
         recipe,
-        data,
+        folder,
         torch.device("cpu"),
         download=download,
         workers=os.cpu_count() or 1,
@@ -97,7 +94,7 @@ def checked(
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "place": str(place),
-        "data": None if data is None else str(data.resolve()),
+        "data": None if folder is None else str(folder.resolve()),
         "classes": dict(loaded.classes),
         **provenance(place, recipe.threads),
     }
@@ -140,7 +137,7 @@ class Worker:
     message: dict[str, Any] | None = None
 
     @classmethod
-    def start(cls, lock: int, threads: int, module: str = "xkfac.experiments.runs.worker") -> Worker:
+    def start(cls, lock: int, threads: int, module: str = "xkfac.experiments.runs.worker") -> Self:
         """Start a process; it inherits the lock, so that the run is in use as long as any of them lives."""
         limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         # An interrupt is for this process alone: the other inherits the mask, so that none hits it while it starts.
@@ -224,10 +221,7 @@ def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
 
 
 def most_processes(run: RunFolder, jobs: int | None) -> int:
-    """Return how many processes may work on a run side by side, by default one for each core.
-
-    Raises RunError when it is none, or the run needs a GPU that is not there.
-    """
+    """Return how many processes may work on a run side by side, by default one for each core."""
     if jobs is not None and jobs < 1:
         raise RunError(f"jobs must be at least 1, not {jobs}")
     if torch.device(run.facts["place"]).type == "cuda" and not torch.cuda.is_available():

@@ -1,7 +1,5 @@
 """The stages of a job, where it is in them, and the batches that curvature is estimated on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -57,10 +55,6 @@ class JobState:
     diverged: bool = False
     rate: Amount = 1.0
     singles: list[Percent] = field(default_factory=list)
-
-    def next_stage(self) -> JobState:
-        """Return the beginning of the next stage."""
-        return JobState(stage=self.stage + 1, singles=self.singles)
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """How well the tasks of test images are inferred, and what that costs, where tasks have layers of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

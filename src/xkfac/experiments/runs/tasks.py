@@ -1,7 +1,5 @@
 """What a job learns: tasks in their order, the network that meets them, and the examples of each."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,13 +29,15 @@ class _Tasks:
     """The tasks of a job and the network that learns them, fixed by a seed: what all kinds of tasks share.
 
     known: how many tasks the initial network knows. exclude: patterns of the parameters that no memory protects.
-    only: the one task whose examples may be used, and not its test part; None where all may be.
+    only: the one task whose examples may be used, and not its test part; None where all may be. device: where data and
+    network are.
     """
 
     tasks: Sequence[str] = ()
     known: int = 0
     exclude: Sequence[str] = ()
     only: int | None = None
+    device: torch.device
 
     def restricted(self, task: int) -> Self:
         """Return the same tasks, of which the examples of one alone can be reached, and nothing of its test part."""
@@ -80,11 +80,7 @@ class PermutedTasks(_Tasks):
         self._apart = self._own_bn or bool(self.line.own)
         self._router: Router | None = None
         self._met = 0
-
-    @property
-    def device(self) -> torch.device:
-        """Where data and network are."""
-        return self.parts.train.x.device
+        self.device = self.parts.train.x.device
 
     def network(self) -> nn.Module:
         """Return the perceptron with its initial weights."""
@@ -146,7 +142,6 @@ class ImageExamples(Examples):
     images: Part
     augmentation: Augmentation
     augmented: bool
-    chunk: int = 256
 
     def __post_init__(self) -> None:
         self.device = self.images.x.device
@@ -169,7 +164,7 @@ class ImageExamples(Examples):
 
     def chunks(self) -> Iterable[Batch]:
         """Yield all of them in their order."""
-        for index in torch.split(torch.arange(len(self), device=self.device), self.chunk):
+        for index in torch.split(torch.arange(len(self), device=self.device), 256):
             yield self.take(index)
 
 
@@ -179,32 +174,26 @@ class ImageTasks(_Tasks):
 
     order: their names. source: the network as it knows the first task; jobs learn with copies of it.
     parts: by task, of those that are needed.
-    own_bn: each task has BN layers of its own; own: and these layers of the trunk, by patterns.
     infer_tasks: infer the task of test images also where heads alone are of a task, and by all kinds of features.
     """
 
+    line: Line
     order: Sequence[str]
     source: ManyHeaded
     parts: dict[str, Parts]
     augmentations: dict[str, Augmentation]
-    place: torch.device
-    own_bn: bool = False
-    own: tuple[str, ...] = ()
+    device: torch.device
     infer_tasks: bool = False
 
     def __post_init__(self) -> None:
         self.tasks, self.known, self.exclude = self.order, 1, ("heads.*",)
+        self._own_bn = self.line.resolved_method().own_bn
         self._last: Router | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where data and network are."""
-        return self.place
 
     def network(self) -> ManyHeaded:
         """Return a copy of the source network."""
-        network = copy.deepcopy(self.source).to(self.place)
-        network.give_layers(self.own, norms=self.own_bn)
+        network = copy.deepcopy(self.source).to(self.device)
+        network.give_layers(self.line.own, norms=self._own_bn)
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return network
 
@@ -245,7 +234,7 @@ class ImageTasks(_Tasks):
     def inference(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return how well tasks are inferred from features of the source network, where they have their own layers."""
         tests = [self._examples(task, "test") for task in range(len(self.tasks))]
-        if not (self.own_bn or self.own or self.infer_tasks) or not all(map(len, tests)):
+        if not (self._own_bn or self.line.own or self.infer_tasks) or not all(map(len, tests)):
             return []
         kinds: tuple[By, ...] = ("source", "early") if self.infer_tasks else ("source",)
         routers = {by: Router(self.network(), by, using=ManyHeaded.using) for by in kinds}

@@ -1,7 +1,5 @@
 """Training steps: plain on the CPU, replays of one captured graph on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

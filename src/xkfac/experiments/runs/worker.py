@@ -6,8 +6,6 @@ the other process closed it or is gone, this one ends at once: every file of a j
 The environment variable XKFAC_CHECKPOINT_SECONDS changes how often a job writes its state.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """How far a tuning is, for a person who watches it."""
 
-from __future__ import annotations
-
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.progress import LiveDisplay
 from xkfac.experiments.tuning.trials import TunedJob, grid_of, ranked, tuned_jobs

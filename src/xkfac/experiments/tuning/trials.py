@@ -13,8 +13,6 @@ Whole files replace each other, and each piece of work is done under a lock that
 comes next finds every piece either done or free.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -113,7 +111,8 @@ class Choice:
         if best.validation > second.validation:
             margin = best.validation - second.validation
             return f"best of {self.trials}, by {margin:.2f} points{lost}"
-        return f"as good as the next of {self.trials}, with the {_tie(best, second)}{lost}"
+        tie = "smaller lr" if best.lr < second.lr else "larger damping"
+        return f"as good as the next of {self.trials}, with the {tie}{lost}"
 
 
 def choice_record(job: JobFolder, choice: Choice) -> dict[str, Any]:
@@ -140,10 +139,6 @@ def choice_cells(record: Mapping[str, Any]) -> list[str]:
         second = f"{written(second['validation'], '.2f')} ({GridPoint(second['lr'], second['damping'])})"
     values = [written(record[key], form) for key, form in (("lr", "g"), ("damping", "g"), ("validation", ".2f"))]
     return [record["line"], str(record["seed"]), record["task"], *values, second or "-", record["why"]]
-
-
-def _tie(best: TrialResult, second: TrialResult) -> str:
-    return "smaller lr" if best.lr < second.lr else "larger damping"
 
 
 @dataclass(frozen=True)
@@ -189,7 +184,8 @@ class TrialFolder(JobFolder):
     """The folder of one trial, which is learnt as a job is."""
 
     @property
-    def _weights(self) -> Path:
+    def weights_file(self) -> Path:
+        """Where the network is that it left."""
         return self.path / "weights.safetensors"
 
     def outcome(self) -> TrialResult | None:
@@ -201,8 +197,8 @@ class TrialFolder(JobFolder):
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         if weights is not None:
-            with writing(self._weights):
-                storage.write(self._weights, {}, weights, WEIGHTS)
+            with writing(self.weights_file):
+                storage.write(self.weights_file, {}, weights, WEIGHTS)
         write_text(self.path / "outcome.json", json.dumps(asdict(outcome)) + "\n")
         self.tidy()
 
@@ -211,24 +207,12 @@ class TrialFolder(JobFolder):
         remove(*self.path.glob("checkpoint-*"), *self.path.glob(".xkfac-*.part"))
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights that it left.
-
-        Raises RunError when they cannot be read.
-        """
+        """Return the weights that it left."""
         try:
-            _, tensors = storage.read(self._weights, WEIGHTS)
+            _, tensors = storage.read(self.weights_file, WEIGHTS)
         except MemoryFileError as error:
             raise RunError(f"{error} — or remove the folder '{self.path}' to try this point again") from None
         return tensors
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether its weights are still there."""
-        return self._weights.is_file()
-
-    def forget_weights(self) -> None:
-        """Remove the weights."""
-        remove(self._weights)
 
 
 @dataclass(frozen=True)
@@ -281,12 +265,6 @@ class TunedJob:
     def line(self) -> Line:
         """The line as the recipe has it."""
         return self.run.recipe.lines[self.folder.line]
-
-    @property
-    def protected(self) -> bool:
-        """Whether the line learns with a memory."""
-        method = self.line.resolved_method()
-        return method.penalised or method.fixed_bn
 
     @property
     def name(self) -> str:
@@ -357,14 +335,11 @@ class TunedJob:
             if measured is not None:
                 singles = [*singles, measured.accuracy[-1]]
                 accuracy = singles if self.line.method == SINGLE else measured.accuracy
-                yield _task_event(task, chosen, accuracy, measured.before)
+                kept, seconds = (-1, 0.0) if chosen is None else (chosen.kept, chosen.seconds)
+                numbers = {"accuracy": accuracy, "before": measured.before, "kept": kept, "seconds": seconds}
+                yield {"event": "task", "task": task, **numbers}
         if self._ended(choices) and all(found):
             yield {"event": "end", "diverged": len(learnt) if len(learnt) < len(choices) else None}
-
-
-def _task_event(task: int, chosen: TrialResult | None, accuracy: list[float], before: float | None) -> dict[str, Any]:
-    kept, seconds = (-1, 0.0) if chosen is None else (chosen.kept, chosen.seconds)
-    return {"event": "task", "task": task, "accuracy": accuracy, "before": before, "kept": kept, "seconds": seconds}
 
 
 def tuned_jobs(run: RunFolder) -> list[TunedJob]:

@@ -5,8 +5,6 @@ and chooses among them, and loads the training and validation data of targets al
 and reads the test parts. Each phase has processes of its own, so that nothing is left over from the one before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time
@@ -21,10 +19,10 @@ from torch import nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
 from xkfac.experiments.files import locked
-from xkfac.experiments.recipes.recipe import SINGLE
+from xkfac.experiments.recipes.recipe import SINGLE, Line
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, Carried, JobRun
-from xkfac.experiments.runs.job_folder import RunError, writing
+from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
+from xkfac.experiments.runs.job_folder import JobFolder, RunError, writing
 from xkfac.experiments.runs.run_data import ImageData, PartName, PermutedData, load_run_data
 from xkfac.experiments.runs.tasks import TaskSequence
 from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision
@@ -39,6 +37,7 @@ from xkfac.experiments.tuning.trials import (
     TunedJob,
     grid_of,
     ranked,
+    remove,
     tuned_jobs,
 )
 from xkfac.memory import Memory
@@ -162,7 +161,10 @@ class Tuner:
 
     def _learn(self, job: TunedJob, task: int, number: int, point: GridPoint, trial: TrialFolder) -> TrialResult:
         """Learn a trial, or go on with it, to its end."""
-        learning, carried = self._job_run(job, task, point, trial)
+        line = point.of(job.line) if task else job.line
+        learning = self._job_run(job, task, line, trial)
+        weights = job.stage(task - 1).weights() if task and line.method != SINGLE else None
+        carried = learning.turn_to(task, weights, self._memory(job, task))
         finite = False
         with contextlib.suppress(NotFiniteError):
             finite = learning.learn(learning.stages[task], carried)
@@ -172,30 +174,19 @@ class Tuner:
         trial.end(outcome, learning.model.state_dict() if finite else None)
         return outcome
 
-    def _job_run(self, job: TunedJob, task: int, point: GridPoint, trial: TrialFolder) -> tuple[JobRun, Carried]:
-        """Return a job that is about to learn a task with a setting, from the state that the chosen one before left."""
-        line = point.of(job.line) if task else job.line
-        learning = JobRun(
-            line,
-            trial.seed,
-            self._sequence(job).restricted(task),
-            trial,
-            self.checkpoint_seconds,
-            floors=self.run.floors(trial.seed) if line.balance and task else {},
-            autocast=autocast_of(self.run),
-        )
-        weights = job.stage(task - 1).weights() if task and line.method != SINGLE else None
-        return learning, learning.turn_to(task, weights, self._memory(job, task))
+    def _job_run(self, job: TunedJob, task: int, line: Line, folder: JobFolder) -> JobRun:
+        """Return a job that works on one task alone, with the settings of a line, in a folder."""
+        seed, sequence = job.folder.seed, self._sequence(job).restricted(task)
+        floors = self.run.floors(seed) if line.balance and task else {}
+        options: dict[str, Any] = {"floors": floors, "autocast": autocast_of(self.run)}
+        return JobRun(line, seed, sequence, folder, self.checkpoint_seconds, **options)
 
     def _settle(self, job: TunedJob, task: int, outcomes: list[TrialResult], *, given: bool = False) -> None:
-        """Choose among the trials of a task and extend the memory; the caller holds the lock of the job.
-
-        A trial whose curvature is not finite has diverged too.
-        """
+        """Choose among the trials of a task and extend the memory; the caller holds the lock of the job."""
         stage, tasks, order = job.stage(task), self._sequence(job).tasks, ranked(outcomes)
         job.sweep(task)
         while order and not self._remember(job, task, order[0]):
-            order = order[1:]
+            order = order[1:]  # a trial whose curvature is not finite has diverged too
         if given:
             self._remember(job, task, None)
         best, second = (*order, None, None)[:2]
@@ -203,18 +194,17 @@ class Tuner:
         job.choose(task, Choice(tasks[task], best, second, len(outcomes), lost, not given and best is None), tasks)
         for each in outcomes:
             if each != best and not self.run.facts["tuning"]["scatter"]:
-                stage.trial(each.number).forget_weights()
+                remove(stage.trial(each.number).weights_file)
 
     def _remember(self, job: TunedJob, task: int, outcome: TrialResult | None) -> bool:
         """Write the memory that follows from a trial, or from the source as given; return whether it is finite."""
-        if task + 1 == job.line.tasks or not job.protected:
+        if task + 1 == job.line.tasks or not job.line.protected:
             return True
-        stage, sequence = job.stage(task), self._sequence(job).restricted(task)
-        learning = JobRun(job.line, job.folder.seed, sequence, job.folder, autocast=autocast_of(self.run))
+        stage, learning = job.stage(task), self._job_run(job, task, job.line, job.folder)
         if outcome is not None:
             learning.model.load_state_dict(stage.trial(outcome.number).weights())
         learning.memory = self._memory(job, task)
-        sequence.enter(learning.model, task)
+        learning.sequence.enter(learning.model, task)
         try:
             learning.remember(learning.stages[task])
         except NotFiniteError:
@@ -226,12 +216,11 @@ class Tuner:
         return True
 
     def _sequence(self, job: TunedJob) -> TaskSequence:
-        """Return what a job learns."""
         return self._sequence_of(job.folder.line, job.folder.seed)
 
     def _memory(self, job: TunedJob, task: int) -> Memory | None:
         """Return the memory that a task is learnt with, if there is one."""
-        return self._memory_at(job.stage(task - 1)) if task and job.protected else None
+        return self._memory_at(job.stage(task - 1)) if task and job.line.protected else None
 
     def _load(self, stage: StageFolder) -> Memory:
         model = self._sequence_of(stage.line, stage.seed).network()
@@ -265,19 +254,19 @@ class Tuner:
             (before,) = _accuracies(sequence, model, [task])
         model.load_state_dict(stage.weights() or model.state_dict())
         accuracy = _accuracies(sequence, model, [task] if single else range(task + 1))
-        choice = stage.choice()
-        scattered = self.run.facts["tuning"]["scatter"] and task and choice is not None and not single
+        scattered = self.run.facts["tuning"]["scatter"] and task and not single
         trials = dict(self._scattered(job, task, model)) if scattered else {}
         stage.note_measured(Measured(before, accuracy, untrained, trials))
-        for number in range(choice.trials if choice is not None else 0):
-            if choice is not None and choice.chosen is not None and number != choice.chosen.number:
-                stage.trial(number).forget_weights()
+        choice = stage.choice()
+        if choice is not None and choice.chosen is not None:
+            others = set(range(choice.trials)) - {choice.chosen.number}
+            remove(*(stage.trial(number).weights_file for number in others))
 
     def _scattered(self, job: TunedJob, task: int, model: nn.Module) -> Iterator[tuple[str, Scattered]]:
         """Yield the accuracy of every trial on its target, and on average over the tasks so far."""
         for number in range(len(grid_of(job.line))):
             trial = job.stage(task).trial(number)
-            if trial.has_weights:
+            if trial.weights_file.is_file():
                 model.load_state_dict(trial.weights())
                 row = _accuracies(self._sequence(job), model, range(task + 1))
                 yield str(number), {"target": row[-1], "average": statistics.fmean(row)}

@@ -5,10 +5,7 @@ left. The trial with the best accuracy on the validation part of the target is c
 next task begins. What the run folder then holds is a normal run, with the chosen settings from task to task.
 """
 
-from __future__ import annotations
-
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from xkfac.experiments.files import check_path
-from xkfac.experiments.provenance import device_of
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.job_folder import RunError, not_written, write_text
+from xkfac.experiments.runs.job_folder import NotWritten, RunError, write_text, writing
 from xkfac.experiments.runs.running import JobsFailed, Worker, checked, hand_out, most_processes, resolved
 from xkfac.experiments.tuning.trials import Point, choice_record, grid_of, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
@@ -59,8 +55,7 @@ def tune(
         if "tuning" not in run.facts or run.recipe.to_toml() != chosen_recipe.to_toml():
             raise RunError(f"'{path}' holds another run, not the tuning of this recipe; choose another folder")
     else:
-        where = data or os.environ.get("XKFAC_DATA")
-        facts = checked(chosen_recipe, where, device_of(device, RunError), download=download, verbose=show is not None)
+        facts = checked(chosen_recipe, data, device, download=download, verbose=show is not None)
         facts["tuning"] = {"scatter": scatter}
         run = _created(path, chosen_recipe, facts)
     return go_on(run, jobs=jobs, show=show)
@@ -85,11 +80,12 @@ def _created(path: Path, recipe: Recipe, facts: dict[str, Any]) -> RunFolder:
     beside = path.parent / f".xkfac-{secrets.token_hex(8)}"
     RunFolder.create(beside, recipe, facts)
     try:
-        beside.rename(path)
-    except OSError as error:
+        with writing(path):
+            beside.rename(path)
+    except NotWritten:
         shutil.rmtree(beside, ignore_errors=True)
         if not (path / "run.json").exists():
-            raise not_written(path, error) from None
+            raise
     return RunFolder.open(path)
 
 
@@ -107,7 +103,9 @@ def go_on(run: RunFolder, *, jobs: int | None = None, show: Show | None = None) 
         found = chosen(run)
         write_text(run.path / "choices.json", json.dumps(found, indent=1) + "\n")
         run.collect()
-        _write_points(run)
+        if run.facts["tuning"]["scatter"]:  # the report draws target against average accuracy from it
+            points = [asdict(point) for point in _points(run)]
+            write_text(run.path / "points.json", json.dumps(points, indent=1) + "\n")
     return found
 
 
@@ -133,14 +131,6 @@ def chosen(run: RunFolder) -> list[dict[str, Any]]:
     order = {name: position for position, name in enumerate(run.recipe.lines)}
     jobs = sorted(tuned_jobs(run), key=lambda job: (order[job.folder.line], job.folder.seed))
     return [choice_record(job.folder, choice) for job in jobs for choice in job.choices()[1:]]
-
-
-def _write_points(run: RunFolder) -> None:
-    """Write points.json, where trials were measured; the report draws target against average accuracy from it."""
-    if not run.facts["tuning"]["scatter"]:
-        return
-    points = [asdict(point) for point in _points(run)]
-    write_text(run.path / "points.json", json.dumps(points, indent=1) + "\n")
 
 
 def _points(run: RunFolder) -> Iterator[Point]:
