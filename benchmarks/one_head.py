@@ -331,7 +331,7 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
     train, kept, old, target, new = case.data()
     source = network().to(case.device)
     source.load_state_dict(weights)
-    held_out = list(batches(kept, case.seed))[:60]
+    held_out = list(batches(kept, case.seed, min(BATCH, len(kept[1]))))[:60]
     memory = consolidated(source, held_out, curvature, bn, case.seed)
     if f"{curvature}/{bn}" in case.calibrated:
         memory = xkfac.calibrate(source, memory, held_out, seed=case.seed)
