@@ -1,7 +1,5 @@
 """What is collected of each unit while a network runs forward and backward, and how it becomes curvature."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ expectation, so the gradient G of the batch's *summed* loss is all that is neede
 H'' = E[(sum_m G_m)(sum_m G_m)^T] / N, inter-example terms of BN included.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ Also here: symmetric matrices packed as triangles, for files and other processes
 may be coarser than float32, as torch's own setting says.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ covariance is then no difference of large numbers, and no batch is looked at twi
 Whatever is linear in the inputs, the means by location among it, is kept of the image and unrolled once, at the end.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise

@@ -3,8 +3,6 @@
 Also here: how many labels are drawn per batch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence

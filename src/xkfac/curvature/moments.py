@@ -26,8 +26,6 @@ batch have one expectation. The hierarchical grouping then has two terms, or one
 the factor that has N times as many samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

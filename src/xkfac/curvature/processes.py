@@ -5,8 +5,6 @@ model's device, symmetric matrices as triangles; nothing needs more of a backend
 broadcast, which Gloo and NCCL have.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any

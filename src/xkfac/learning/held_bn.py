@@ -1,7 +1,5 @@
 """What a task does to a network's BN: parameters that stand still, statistics that follow slowly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Make the steps of an optimizer implicit in the penalty, from a task's begin to its end."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks on the BN layers of a network while it learns, and the statistics that a penalty reads of them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """BN that gives the statistics of its mini-batch to the penalty, and takes the penalty's gradient in them along."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

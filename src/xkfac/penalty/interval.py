@@ -1,7 +1,5 @@
 """How often the penalty is evaluated: every k-th step with k-fold weight, k fixed or following from the steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Work of the penalty that needs no activation, beside the forward pass: on a second stream of a CUDA device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache

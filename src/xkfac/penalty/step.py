@@ -1,7 +1,5 @@
 """A penalised step: everything that the penalty needs in a training step, owned by one object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How stiff a function of parameters is: the largest eigenvalue of its Hessian, from gradients alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

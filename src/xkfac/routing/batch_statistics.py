@@ -1,7 +1,5 @@
 """Evaluation with the statistics of the inputs at hand, for inputs of one domain in a row."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
