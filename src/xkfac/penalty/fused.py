@@ -73,10 +73,7 @@ class FusedPenalty:
         return start
 
     def is_known_before(self, interpretation: Interpretation, fixed: bool) -> bool:
-        """Whether every unit's displacement is known before a forward pass.
-
-        Its BN has `fixed` statistics, or is read as brn without clipping.
-        """
+        """Whether displacements are known before a forward pass: every BN is `fixed`, or read as brn, unclipped."""
         norms = [one.bound.norm for each in self._groups for one in each.members if one.bound.norm is not None]
         unclipped = len(norms) == len(self._merged) and not any(isinstance(norm, _BatchRenorm) for norm in norms)
         return unclipped and (not norms or fixed or interpretation == "brn")
