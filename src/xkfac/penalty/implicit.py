@@ -14,6 +14,7 @@ product cheap enough for every step. Those of gamma, beta and b are C x C matric
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xkfac.curvature.blocks import Block, Diagonal, Kronecker, Term, symmetrised
+from xkfac.curvature.blocks import Block, Diagonal, Kronecker, Term, eigh, symmetrised
 from xkfac.curvature.operator import Curvature
 from xkfac.model.merged_weight import BoundUnit
 from xkfac.penalty.layout import ROW, Member
@@ -313,8 +314,10 @@ def _leading(terms: Sequence[Term], columns: int, rank: int, generator: torch.Ge
 
 
 def _eigenvectors(matrix: Tensor) -> Tensor:
-    """Return those of symmetric matrices [n, C, C] as columns; in float64 where that takes little time."""
-    dtype = torch.float64 if matrix.shape[1] <= 512 else matrix.dtype
+    """Return those of symmetric matrices [n, C, C] as columns; in float64 where that takes little time or is needed."""
     scale = _trace(matrix).clamp(min=torch.finfo(matrix.dtype).tiny)[:, None, None]  # small numbers would underflow
-    vectors: Tensor = torch.linalg.eigh(symmetrised((matrix / scale).to(dtype)))[1]
-    return vectors.to(matrix.dtype)
+    scaled = symmetrised(matrix / scale)
+    if matrix.shape[1] > 512:
+        with suppress(RuntimeError):  # many equal eigenvalues, those of few examples, on which float32 may not converge
+            return torch.linalg.eigh(scaled)[1]
+    return eigh(scaled)[1].to(matrix.dtype)
