@@ -85,8 +85,8 @@ class Draw:
     """A backward pass of a batch: what it counts, and which it is `of` how many labels drawn for the batch.
 
     A draw is one more sample of H'', and N * S more of H', whose positions are alike. So of 4 draws or more each takes
-    half of the positions for H', which makes its error, less than half of that of H'', larger by a tenth at most. To
-    take fewer saves no time that can be measured. Positions of a half lie side by side, since others take long to copy.
+    half of the positions for H', which makes its error, less than half of that of H'', larger by about a tenth. To take
+    fewer saves no time that can be measured. Positions of a half lie side by side, since others take long to copy.
     """
 
     weight: float = 1.0
