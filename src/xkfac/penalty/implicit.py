@@ -319,5 +319,6 @@ def _eigenvectors(matrix: Tensor) -> Tensor:
     scaled = symmetrised(matrix / scale)
     if matrix.shape[1] > 512:
         with suppress(RuntimeError):  # many equal eigenvalues, those of few examples, on which float32 may not converge
-            return torch.linalg.eigh(scaled)[1]
+            vectors: Tensor = torch.linalg.eigh(scaled)[1]
+            return vectors
     return eigh(scaled)[1].to(matrix.dtype)
