@@ -151,7 +151,8 @@ class JobRun:
     def _stepper(self, examples: Examples, stage: Stage) -> Iterator[Stepper]:
         """Yield the stepper of a stage, with its learner begun or taken up again where there is a past to protect."""
         line = self.line
-        options: dict[str, Any] = {"label_smoothing": line.label_smoothing, "autocast": self.autocast}
+        options: dict[str, Any] = {"label_smoothing": line.label_smoothing, "sharpness": line.sharpness}
+        options["autocast"] = self.autocast
         if self.memory is None or not line.protected:
             yield Stepper(self.model, examples, make_optimizer(self.model, line.momentum), None, **options)
             return
@@ -163,7 +164,7 @@ class JobRun:
             strength=self._strength(),
             bn_momentum=line.bn_momentum,
             balance=self._balance,
-            penalty_every=1,  # the same numbers on every device
+            penalty_every=line.penalty_every,  # the same numbers on every device
         ) as learner:
             if self.state.epoch == 0:
                 # Statistics are pooled over all examples, so large batches give the same and are faster. They are of
