@@ -354,13 +354,13 @@ def eigenbasis(left: Tensor, right: Tensor, *, empty: bool = False) -> Corrected
 
     With `empty` all is there but the numbers.
     """
-    sides = [(one[..., 0], one) if empty else _eigh(one) for one in (left, right)]
+    sides = [(one[..., 0], one) if empty else eigh(one) for one in (left, right)]
     (left_values, left_vectors), (right_values, right_vectors) = sides
     scales = right_values[:, :, None] * left_values[:, None, :]
     return Corrected(left_vectors, right_vectors, left_values, right_values, scales)
 
 
-def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues, none negative, and eigenvectors of positive semi-definite matrices [..., F, F].
 
     In float64: of factors of low rank, with their many equal eigenvalues, float32 may not converge. Where float64 does

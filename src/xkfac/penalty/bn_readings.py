@@ -35,7 +35,7 @@ class BnReadings:
         self._blind: set[str] = set()
         self._handles: list[Any] = []
         if method.fixed_bn or method.fixed_statistics:
-            self._handles.append(FixedBn(model))
+            self._handles.append(FixedBn(model, held=method.fixed_bn))
         elif method.interpretation != "eval":
             normed = [one for one in bound.values() if one.norm is not None]
             _check_readable(normed)
