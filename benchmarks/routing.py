@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from certainty import certainty, certainty_table, percent
 from common import keep, provenance
 from torch import Tensor, nn
 
@@ -114,17 +115,20 @@ def photographs(options: argparse.Namespace) -> tuple[Any, str]:
     for task in list(TREES)[1:]:
         nearest_mean_head(net.head(task), *source[task][0])
     routers = routers_of(net, train)
+    scores: dict[str, list[Tensor]] = {by: [] for by in routers}
     for place, task in enumerate(TREES):
         features, labels = source[task][1]
         with torch.no_grad():
             right = net.head(task)(features).argmax(1) == labels
         for by, router in routers.items():
-            scores = torch.cat([router.scores(x) for x, _ in test[task]])
-            row = {"given": percent(right), **assigned(router, place, scores, right)}
+            scores[by].append(torch.cat([router.scores(x) for x, _ in test[task]]))
+            row = {"given": percent(right), **assigned(router, place, scores[by][-1], right)}
             rows.setdefault(f"router, {by}", {})[task] = row
     sizes = by_batch_size(net, train["cars"][:BN_BATCHES], test["imagenet"][:BN_BATCHES])
-    numbers = {by: numbers_per_task(router) for by, router in routers.items()}
-    return {"routing": rows, "numbers": numbers, "batch statistics": sizes}, photograph_table(rows, sizes)
+    found = {"routing": rows, "numbers": {by: numbers_per_task(router) for by, router in routers.items()}}
+    sure = {f"router, {by}": certainty(router, scores[by]) for by, router in routers.items()}
+    tables = [photograph_table(rows, sizes), certainty_table(sure, list(TREES))]
+    return found | {"certainty": sure, "batch statistics": sizes}, "\n\n".join(tables)
 
 
 def routers_of(net: ManyHeaded, train: dict[str, Batches]) -> dict[By, xkfac.Router]:
@@ -161,10 +165,6 @@ def over_all_classes(source: dict[str, Any], classes: dict[str, int]) -> dict[st
             right = (nearest[:, 0] == place) & (nearest[:, 1] == labels.cpu())
             found[task] = {"taken": shares(nearest[:, 0], len(source)), "inferred": percent(right)}
     return rows
-
-
-def percent(flags: Tensor) -> float:
-    return 100 * flags.double().mean().item()
 
 
 def shares(tasks: Tensor, count: int) -> list[float]:

@@ -90,7 +90,9 @@ def test_log_densities_of_a_task_do_not_depend_on_other_tasks():
     together = alone[0].joined(alone[1]).joined(alone[2])
     for offset in (0.0, -20.0, 2980.0):
         found = together.log_density(z + offset)
-        torch.testing.assert_close(found, torch.cat([one.log_density(z + offset) for one in alone], 1), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            found, torch.cat([one.log_density(z + offset) for one in alone], 1), rtol=1e-3, atol=1e-3
+        )
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(together.log_density(z + offset), found)
 
