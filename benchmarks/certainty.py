@@ -19,6 +19,17 @@ def percent(flags: Tensor) -> float:
     return 100 * flags.double().mean().item()
 
 
+def groups(sure: Tensor, right: Tensor, weights: Tensor) -> list[dict[str, float]]:
+    """Return the mean of probabilities [N] and the percentage that is right, group by group."""
+    found = []
+    for low, high in itertools.pairwise(FROM):
+        chosen = (sure >= low) & (sure < high)
+        total = weights[chosen].sum().clamp(min=1e-9)
+        means = [100 * float((weights * one)[chosen].sum() / total) for one in (sure, right)]
+        found.append({"from": low, "images": int(chosen.sum()), "sure": means[0], "right": means[1]})
+    return found
+
+
 def certainty(router: xkfac.Router, scores: list[Tensor]) -> dict[str, Any]:
     """Return how often probabilities are right, and how many images are unknown. scores: [N, T] of each task's images.
 
@@ -30,18 +41,9 @@ def certainty(router: xkfac.Router, scores: list[Tensor]) -> dict[str, Any]:
     )
     place = torch.cat([torch.full((len(one),), task) for task, one in enumerate(scores)])
     surest = [torch.softmax(router.log_posterior(one), 1).max(1) for one in scores]
-    sure, right = (
-        torch.cat([one.values for one in surest]).cpu(),
-        torch.cat([one.indices for one in surest]).cpu() == place,
-    )
-    found: dict[str, Any] = {"probabilities": []}
-    for low, high in itertools.pairwise(FROM):
-        chosen = (sure >= low) & (sure < high)
-        total = weights[chosen].sum().clamp(min=1e-9)
-        means = {
-            name: 100 * float((weights * one)[chosen].sum() / total) for name, one in (("sure", sure), ("right", right))
-        }
-        found["probabilities"].append({"from": low, "images": int(chosen.sum()), **means})
+    sure = torch.cat([one.values for one in surest]).cpu()
+    right = torch.cat([one.indices for one in surest]).cpu() == place
+    found: dict[str, Any] = {"probabilities": groups(sure, right, weights)}
     for unknown in UNKNOWN:
         shares_of = {
             kind: [unknown_share(router, one, kind, task, unknown) for task, one in enumerate(scores)]
