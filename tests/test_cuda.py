@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.helpers.setups import Everything, bare, data, leave_side_stream, randomise
 from xkfac import METHODS, Balance, Calibration, Learner, Router, consolidate, give_task_norms
 from xkfac.errors import NotFiniteError, XkfacError, XkfacWarning
-from xkfac.learning.divergence import INTERVAL
+from xkfac.learning.step_guard import INTERVAL
 from xkfac.penalty.layout import Rounded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

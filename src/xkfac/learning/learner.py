@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from numbers import Real
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from xkfac.errors import XkfacError
 from xkfac.learning.balance import Balance
 from xkfac.learning.begin_checks import check_at_anchor, check_batch, check_not_replaced, check_recentring
-from xkfac.learning.extending import Keep, check_keep, extended, with_options
+from xkfac.learning.extending import with_options
 from xkfac.learning.held_bn import HeldBN
 from xkfac.learning.history import History
 from xkfac.learning.implicit_steps import ImplicitSteps
 from xkfac.learning.step_guard import StepGuard
-from xkfac.memory import Memory
+from xkfac.memory import Memory, estimate_for
 from xkfac.methods import get_method
 from xkfac.model.batches import Forward
 from xkfac.model.likelihood import Likelihood
@@ -26,6 +26,8 @@ from xkfac.model.streams import Stream
 from xkfac.penalty.implicit import Implicit
 from xkfac.penalty.step import PenalisedStep
 from xkfac.routing.router import Router
+
+Keep = Literal["average", "all"]
 
 
 class Learner:
@@ -177,8 +179,7 @@ class Learner:
         """
         penalty, source, target = self._next(loss, share)
         self._guard.see(self.last_penalty, loss)
-        if self.balance is not None:
-            self._rebalance(loss)
+        self._rebalance(loss)
         if penalty is None:
             return loss * target  # type: ignore[no-any-return]
         if self.balance is None:
@@ -198,8 +199,7 @@ class Learner:
         penalty, source, target = self._next(loss, scale)
         mean = loss.detach() if scale is None else loss.detach() / scale
         self._guard.see(self.last_penalty, mean)
-        if self.balance is not None:
-            self._rebalance(mean)
+        self._rebalance(mean)
         loss.mul_(target if scale is None else target / scale)
         return loss if penalty is None else loss.add_(penalty * source)
 
@@ -223,14 +223,14 @@ class Learner:
             self.objective(loss, share).backward()  # type: ignore[no-untyped-call]
             return
         self._check_step(loss)
-        self._guard.before_backward(share)
+        if share is None:
+            self._guard.accumulation.before_backward()
         penalty = self._step.backward(loss, *self._factors(share))
-        self._guard.after_backward()
+        self._guard.accumulation.after_backward()
         if penalty is not None:
             self.last_penalty = penalty
         self._guard.see(self.last_penalty, loss)
-        if self.balance is not None:
-            self._rebalance(loss)
+        self._rebalance(loss)
 
     def captures(self, steps: int) -> None:
         """Say, when a capture begins, that so many steps in a row, a multiple of `penalty_every`, become one graph."""
@@ -299,9 +299,9 @@ class Learner:
         return source / self.balance.alpha_s, target / self.balance.alpha_t
 
     def _rebalance(self, loss: Tensor) -> None:
-        source, target = self.importance
-        assert self.balance is not None
-        self.balance.update(self.last_penalty, loss.detach(), (source * self.strength, target))
+        if self.balance is not None:
+            source, target = self.importance
+            self.balance.update(self.last_penalty, loss.detach(), (source * self.strength, target))
 
     def finish(
         self,
@@ -326,26 +326,28 @@ class Learner:
 
         Raises XkfacError where nothing has protected the past, since `objective` was never called.
         """
-        check_keep(keep)
+        if keep not in get_args(Keep):
+            raise XkfacError(f"keep is {keep!r}; it must be 'average' or 'all'")
         if not self._closed:
             self._guard.check_learnt()
         self.close()
         memory = with_options(self.memory, likelihood=likelihood, exclude=exclude, forward=forward)
         if router is not None:
             router.add_task(router.active_task, loader, max_batches=max_batches, progress=progress)
-        return extended(
-            memory,
+        new = estimate_for(
             self.method,
             self._wrapped,
             loader,
-            self.importance,
-            keep,
+            likelihood=memory.likelihood,
+            exclude=memory.exclude,
+            forward=memory.forward,
             max_batches=max_batches,
             accumulation_dtype=accumulation_dtype,
             seed=seed,
             progress=progress,
             graph=graph,
         )
+        return memory.extend(self.model, new, weights=self.importance, keep_all=keep == "all")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint in the middle of a task needs beside the model's and the optimizer's state."""

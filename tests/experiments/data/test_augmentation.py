@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from xkfac.errors import XkfacError
 from xkfac.experiments.data.augmentation import Augmentation
-from xkfac.experiments.data.digits import DataError, stream
+from xkfac.experiments.data.digits import stream
 
 
 def pictures(count, side, seed=0):
@@ -166,30 +165,6 @@ def test_draws_are_fixed_by_the_generator_alone():
     assert torch.equal(first, augmentation.draw((7, 3), stream("draws", 1)))
     assert not torch.equal(first, augmentation.draw((7, 3), stream("draws", 2)))
     assert torch.equal(state, torch.get_rng_state())
-
-
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"pixels": 0}, "pixels"),
-        ({"scale": (0, 1)}, "scale"),
-        ({"scale": (0.5, 0.2)}, "scale"),
-        ({"scale": (0.5, 1.5)}, "scale"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, word):
-    with pytest.raises(XkfacError, match=word):
-        Augmentation(**{"pixels": 8, **settings})
-
-
-def test_wrong_pictures_and_draws_are_refused():
-    augmentation = Augmentation(8)
-    with pytest.raises(DataError, match="5 pixels cannot be cropped to 8"):
-        augmentation.plain(pictures(2, 5))
-    with pytest.raises(DataError, match="uint8"):
-        augmentation.plain(pictures(2, 9).float())
-    with pytest.raises(DataError, match=r"2 pictures need \[2, 5\]"):
-        augmentation.augmented(pictures(2, 9), augmentation.draw((3,), stream("draws")))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -310,6 +310,7 @@ def test_what_makes_no_sense_is_an_error(parts, tmp_path):
         ({"batch": 1}, "batch must be at least 2"),
         ({"warmup": 1}, "warmup must be a number of at least 0 and below 1, not 1.0"),
         ({"momentum": 1.0}, "momentum must be"),
+        ({"scale": (0.5, 0.2)}, "scale must be two growing numbers above 0 and up to 1"),
         ({"lr": math.nan}, "lr must be a finite number of at least 0, not nan"),
     ):
         with pytest.raises(PretrainingError, match=message):

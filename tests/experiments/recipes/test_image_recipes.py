@@ -109,7 +109,7 @@ WRONG = [
     (missing_tree, [], ["no pictures 'cars'", "did you mean 'cats'?"]),
     (nothing, ["lines.fixed-bn.batch=13"], ["lines.fixed-bn: batch is 13", "task 'cars' has 12 training images"]),
     (nothing, ["images.model=timm:test_resnt"], ["model 'timm:test_resnt' is not known", "timm:test_resnet"]),
-    (nothing, ["images.model=resnet51"], ["model 'resnet51' is not known", "near to it are resnet50"]),
+    (nothing, ["images.model=resnet51"], ["model 'resnet51' is not known", "did you mean 'resnet50'"]),
     (nothing, ['images.orders=[["cars", "cars"]]'], ["must name each target once", "(cars)", "is cars, cars"]),
     (
         nothing,

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xkfac.experiments.data.digits import DataError
-
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 TRIES = 10
@@ -28,12 +26,6 @@ class Augmentation:
     pixels: int
     scale: tuple[float, float] = (0.08, 1.0)
     flip: bool = True
-
-    def __post_init__(self) -> None:
-        if self.pixels < 1:
-            raise DataError(f"pixels is {self.pixels}; it must be at least 1")
-        if len(self.scale) != 2 or not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise DataError(f"scale is {self.scale}; it must be two shares of the area, 0 < least <= greatest <= 1")
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return draws [*shape, 5], float32 on the CPU: centre x and y, width and height of a crop, -1 to mirror or 1.
@@ -62,11 +54,8 @@ class Augmentation:
 
         The draws are on the device of the pictures. The result [N, 3, pixels, pixels] is float32 in the memory format
         channels_last. A crop is resized by one bilinear resampling that takes nothing from beyond its border, as
-        torchvision's `resized_crop(antialias=False)` does. Raises DataError when shapes or types are others.
+        torchvision's `resized_crop(antialias=False)` does.
         """
-        self._check(x)
-        if draws.shape != (len(x), 5):
-            raise DataError(f"draws have shape {list(draws.shape)}; {len(x)} pictures need [{len(x)}, 5]")
         # Coordinates are those of grid_sample: the picture goes from -1 to 1, so that half a pixel is 1 / S.
         centre, size, mirror = draws[:, :2], draws[:, 2:4], draws[:, 4:]
         steps = torch.linspace(1 / self.pixels - 1, 1 - 1 / self.pixels, self.pixels, device=x.device)
@@ -82,13 +71,9 @@ class Augmentation:
     def plain(self, x: Tensor) -> Tensor:
         """Return the centre of pictures x [N, 3, S, S], uint8, for evaluation: float32 [N, 3, pixels, pixels].
 
-        Normalised, in the memory format channels_last. Raises DataError when the pictures are smaller than that.
+        Normalised, in the memory format channels_last.
         """
-        self._check(x)
-        stored = x.shape[-1]
-        if stored < self.pixels:
-            raise DataError(f"pictures of {stored} pixels cannot be cropped to {self.pixels}; store them larger")
-        start = round((stored - self.pixels) / 2)
+        start = round((x.shape[-1] - self.pixels) / 2)
         return self._normalised(x[..., start : start + self.pixels, start : start + self.pixels])
 
     def _normalised(self, x: Tensor) -> Tensor:
@@ -99,7 +84,3 @@ class Augmentation:
             shift = torch.tensor(-mean / std, device="cpu")
             torch.add(shift, x[:, channel], alpha=1 / (255 * std), out=result[:, channel])
         return result
-
-    def _check(self, x: Tensor) -> None:
-        if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] != 3 or x.shape[2] != x.shape[3]:
-            raise DataError(f"pictures have type {x.dtype} and shape {list(x.shape)}; they must be uint8 [N, 3, S, S]")

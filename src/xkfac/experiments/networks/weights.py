@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from xkfac import files
-from xkfac.errors import XkfacError, nearest
+from xkfac.errors import MemoryFileError, XkfacError, nearest
 from xkfac.experiments.files import check_path
 from xkfac.experiments.networks.backbones import Architecture, ManyHeaded
 from xkfac.experiments.networks.library import TIMM, BackboneError, library_model
@@ -84,17 +84,13 @@ def save_source(net: ManyHeaded, path: str | Path, task: str, facts: Mapping[str
     architecture, path = _architecture(net), Path(path)
     if path.suffix != ".safetensors":
         raise WeightsError(f"'{path}' must end in .safetensors, which is what is written")
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in _library_state(net, task).items()}
     known = {"model": architecture.model, "stem": architecture.stem, "task": task, "classes": net.tasks[task]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.replacing(path) as temporary:
-            files.save_file(state, temporary, {"format": "pt", "facts": json.dumps({**facts, **known})})
-    except OSError as error:
-        raise WeightsError(
-            f"'{path}' could not be written and is as it was before ({error.strerror}); free space there or choose "
-            "another place"
-        ) from None
+        metadata = {"format": "pt", "facts": json.dumps({**facts, **known})}
+        files.write_tensors(path, _library_state(net, task), metadata)
+    except (OSError, MemoryFileError) as error:
+        raise WeightsError(str(error)) from None
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
