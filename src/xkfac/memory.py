@@ -15,7 +15,7 @@ from xkfac import files as storage
 from xkfac.calibration import Calibration
 from xkfac.curvature.estimate import Estimate, estimate
 from xkfac.curvature.operator import Curvature, is_finite
-from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
+from xkfac.errors import MemoryFileError, XkfacError
 from xkfac.memory_file import BLOCKS, STORED, Description, Joint, Likely, packed, rebuilt
 from xkfac.methods import Method, MethodOptions, get_method
 from xkfac.model.batches import Forward
@@ -107,7 +107,7 @@ class Memory:
         before = self.curvature.to(device_of(unwrap(model)))
         with full_precision(device_of(unwrap(model))):
             extended = before.extend(new.curvature, *weights, keep_all=keep_all, homogeneous=homogeneous)
-        anchor, curvature = _uniform(_anchor(model, units.values()), extended)
+        anchor, curvature = _uniform(anchor_of(model, units.values()), extended)
         return replace(
             self,
             anchor=anchor,
@@ -194,16 +194,6 @@ class Memory:
         return memory if device is None else memory.to(device)
 
 
-def _anchor(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
-    anchor = anchor_of(model, units)
-    for name, tensor in anchor.items():
-        if not is_finite(tensor):
-            raise NotFiniteError(
-                f"the merged weight of unit '{name}' is not finite; check the model's weights and BN statistics"
-            )
-    return anchor
-
-
 def _uniform(anchor: Mapping[str, Tensor], curvature: Curvature) -> tuple[Mapping[str, Tensor], Curvature]:
     """Return both in the widest dtype of either, so that displacements from the anchor meet the curvature's.
 
@@ -260,7 +250,7 @@ def consolidate(
         progress=progress,
         graph=graph,
     )
-    anchor, curvature = _uniform(_anchor(model, new.coverage.units), new.curvature)
+    anchor, curvature = _uniform(anchor_of(model, new.coverage.units), new.curvature)
     return Memory(anchor, curvature, 1, new.coverage, chosen, likelihood, exclude, new.examples, forward=forward)
 
 

@@ -92,6 +92,10 @@ def estimate(
 
     Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
     """
+    if accumulation_dtype not in (None, torch.float32, torch.float64):
+        raise XkfacError(
+            f"accumulation_dtype is {accumulation_dtype}; a curvature is accumulated in torch.float32 or torch.float64"
+        )
     settings = replace(settings if isinstance(settings, Settings) else Settings(settings), **options)
     finding: dict[str, Any] = {"merge": merge, "per_parameter": per_parameter, "exclude": as_patterns(exclude)}
     check_loaded(unwrap(model))
@@ -100,7 +104,7 @@ def estimate(
         settings,
         get_likelihood(likelihood),
         forward or default_forward,
-        torch.empty(0, dtype=_checked(accumulation_dtype) or widest_dtype(model), device=device_of(model)),
+        torch.empty(0, dtype=accumulation_dtype or widest_dtype(model), device=device_of(model)),
         seed,
         lambda batch: find_units(model, batch, **finding, forward=run.checked),
         graph,
@@ -138,12 +142,6 @@ def _warn_of_zero(zero: list[str]) -> None:
             XkfacWarning,
             stacklevel=3,
         )
-
-
-def _checked(dtype: Any) -> torch.dtype | None:
-    if dtype in (None, torch.float32, torch.float64):
-        return dtype  # type: ignore[no-any-return]
-    raise XkfacError(f"accumulation_dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64")
 
 
 @dataclass
@@ -241,7 +239,10 @@ class _Run:
             if capture is None:
                 capture = Capture(self.model, self.coverage.units, self._collectors(collector))
                 hooks.enter_context(capture.hooked())
-                self._only_free_gradients()
+                # A unit needs the gradients of its output, not of its weight.
+                self.model.requires_grad_(False)
+                for unit in self._free():
+                    self.model.get_parameter(unit.name).requires_grad_()
                 work = partial(self._batch, capture, cotangents)
                 if self.graph:
                     work = Replayed(work, generator)
@@ -276,12 +277,6 @@ class _Run:
     def _free(self) -> list[Unit]:
         assert self.coverage is not None
         return [unit for unit in self.coverage.units if unit.kind == "free"]
-
-    def _only_free_gradients(self) -> None:
-        """Ask for the gradients of free parameters alone: a unit needs those of its output, not of its weight."""
-        self.model.requires_grad_(False)
-        for unit in self._free():
-            self.model.get_parameter(unit.name).requires_grad_()
 
     def _batch(self, capture: Capture, cotangents: Cotangents, batch: Any) -> None:
         size = size_of(batch)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from xkfac.errors import MismatchError
+from xkfac.errors import MismatchError, NotFiniteError
 from xkfac.model.passes import unwrap
 from xkfac.model.renorm import _BatchRenorm, keep
 from xkfac.model.units import Unit
@@ -249,9 +249,18 @@ def bind(model: nn.Module, units: Iterable[Unit]) -> dict[str, BoundUnit]:
 
 
 def anchor_of(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
-    """Return the anchor: a copy of the merged weights W~ of a model under its population statistics."""
+    """Return the anchor: a copy of the merged weights W~ of a model under its population statistics.
+
+    Raises NotFiniteError for a unit whose weight or statistics are not finite.
+    """
     with torch.no_grad():
-        return {name: bound.merged_weight().clone() for name, bound in bind(model, units).items()}
+        anchor = {name: bound.merged_weight().clone() for name, bound in bind(model, units).items()}
+    for name, weight in anchor.items():
+        if not bool(weight.isfinite().all()):
+            raise NotFiniteError(
+                f"the merged weight of unit '{name}' is not finite; check the model's weights and BN statistics"
+            )
+    return anchor
 
 
 def batch_statistics(input: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from xkfac.curvature.blocks import Block, Corrected, Diagonal, Kronecker, Term
 
-WIDE = torch.float64
 DECADES = 6  # what lies below is rounding, in factors of single precision
 _BARS = " ▁▂▃▄▅▆▇█"
 _DENSE = 512  # a matrix of this size is decomposed sooner than multiplied with
@@ -105,7 +104,7 @@ def effective_rank(block: Block) -> float:
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:
     """Return tr(M N) of symmetric matrices [groups, F, F], a number a group."""
-    return (one * other).sum((1, 2), dtype=WIDE)
+    return (one * other).sum((1, 2), dtype=torch.float64)
 
 
 def largest_eigenvalue(block: Block, seed: int = 0) -> tuple[float, float]:

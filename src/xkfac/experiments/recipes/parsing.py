@@ -103,9 +103,12 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     # Also what no line has a use for: a value that means nothing is not passed over.
     build(Line, defaults, "defaults")
     built = {name: _line(name, as_table(own, f"lines.{name}"), defaults, tasks) for name, own in lines.items()}
-    for key in figures:
+    drawn: dict[str, Figure] = {}
+    for key, own in figures.items():
         _check_name(key, "figure")
-    drawn = {key: _figure(key, as_table(own, f"figures.{key}"), sweeps) for key, own in figures.items()}
+        figure = build(Figure, as_table(own, f"figures.{key}"), f"figures.{key}")
+        shown = tuple(line for name in figure.lines for line in sweeps.get(name, (name,)))
+        drawn[key] = replace(figure, lines=shown)
     alone = tuple(name for name, line in built.items() if not line.sweep)
     if not drawn and alone:  # sweeps have a figure of their own
         drawn = {"accuracy": Figure("Average accuracy", lines=alone)}
@@ -116,12 +119,6 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     )
     _check_recipe(recipe)
     return recipe
-
-
-def _figure(key: str, own: dict[str, Any], sweeps: Mapping[str, tuple[str, ...]]) -> Figure:
-    """Return a figure; the name of a sweep stands for its lines."""
-    figure: Figure = build(Figure, own, f"figures.{key}")
-    return replace(figure, lines=tuple(line for name in figure.lines for line in sweeps.get(name, (name,))))
 
 
 def _images(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class RunError(XkfacError):
 class NotWritten(RunError):
     """A file of a run that could not be written; the run can be gone on with."""
 
+    exit_code = 1  # of the command
+
 
 @dataclass(frozen=True)
 class JobFolder:
@@ -111,7 +113,6 @@ class JobFolder:
         for _, path in reversed(self._checkpoints()):
             try:
                 state, tensors = storage.read(path, CHECKPOINT)
-                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
                 _check_state(path, state)
                 if state.get("memory") is not None:
                     storage.read(self.path / state["memory"])

@@ -32,6 +32,8 @@ Show = Callable[["RunFolder", "list[JobFolder]"], None]
 class JobsFailed(RunError):
     """Jobs of a run that ended with an error; the others were run to their end."""
 
+    exit_code = 1  # of the command
+
 
 def start(
     recipe: str | Path | Recipe,
@@ -163,10 +165,14 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):  # its end is seen when its answer is awaited
             self.process.stdin.write(json.dumps(message) + "\n")
 
+    @property
+    def output(self) -> Any:
+        """What the process answers on."""
+        return self.process.stdout
+
     def answer(self) -> str | None:
         """Return the error of what has ended, None if there was none."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.output.readline()
         if line:
             error: str | None = json.loads(line).get("error")
             return error
@@ -260,7 +266,7 @@ def hand_out(
                 worker = start_worker()
                 ending.callback(worker.stop)
                 workers.append(worker)
-                ready.register(_stdout(worker), selectors.EVENT_READ, worker)
+                ready.register(worker.output, selectors.EVENT_READ, worker)
             worker.send(waiting.pop(0))
 
         for _ in range(count):
@@ -272,7 +278,7 @@ def hand_out(
                 worker.message = None
                 crowded = error is not None and OUT_OF_MEMORY in error and any(other.message for other in workers)
                 if crowded or not worker.alive:
-                    ready.unregister(_stdout(worker))
+                    ready.unregister(worker.output)
                 if crowded and message is not None:
                     waiting.append(message)
                     worker.stop()  # its memory is what others need
@@ -281,7 +287,3 @@ def hand_out(
                     yield message, error
                 employ(worker)
             show([worker.message for worker in workers if worker.message is not None])
-
-
-def _stdout(worker: Worker) -> Any:
-    return worker.process.stdout
