@@ -106,16 +106,6 @@ class _BatchRenorm(_NormBase):
             d = ((mean - self.running_mean) / std).clamp(-d_limit, d_limit)
         return keep(r), keep(d)
 
-    def _track(self, mean: Tensor, var: Tensor, count: int) -> None:
-        """Move the population statistics towards those of a mini-batch of `count` values a channel."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        rate = 1 / self._batches() if self.momentum is None else self.momentum
-        self.running_mean.add_((mean - self.running_mean) * rate)
-        self.running_var.add_((var * (count / max(count - 1, 1)) - self.running_var) * rate)
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input` [N, C, ...]."""
         self._check_input_dim(input)
@@ -124,6 +114,8 @@ class _BatchRenorm(_NormBase):
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
         assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
         count = input.numel() // input.shape[1]
         if count < 2:
             raise UnitError(
@@ -135,7 +127,10 @@ class _BatchRenorm(_NormBase):
             var, mean = torch.var_mean(input.to(self.running_mean.dtype), axes, correction=0)
             r, d = self.correction(mean, var)
             if self.track_running_stats:
-                self._track(mean, var, count)
+                self.num_batches_tracked.add_(1)
+                rate = 1 / self._batches() if self.momentum is None else self.momentum
+                self.running_mean.add_((mean - self.running_mean) * rate)
+                self.running_var.add_((var * (count / (count - 1)) - self.running_var) * rate)
         # y = (gamma r) x_hat + (beta + gamma d): one fused normalisation, r and d constant.
         gamma = r if self.weight is None else self.weight * r
         beta = d if self.weight is None else self.weight * d

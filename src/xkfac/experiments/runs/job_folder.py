@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -178,6 +178,11 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file, replacing what is there only once all is on disk."""
     with writing(path):
         replace_file(path, text.encode())
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Write an instance of a dataclass as JSON."""
+    write_text(path, json.dumps(asdict(record)) + "\n")
 
 
 def read_record(path: Path, kind: type[Found]) -> Found | None:
