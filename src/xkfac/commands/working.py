@@ -168,8 +168,8 @@ def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> Non
 
 def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any]) -> None:
     """Do the work of a tuning with live progress, say what was chosen and why, and write the report."""
-    from xkfac.experiments.tuning.status import TuningDisplay
     from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, choice_cells
+    from xkfac.experiments.tuning.tuning import TuningDisplay
 
     quiet = quiet or as_json
     with interruptible(folder), TuningDisplay(None if quiet else Console(stderr=True)) as display:

@@ -80,7 +80,8 @@ class Learner:
         self.method = memory.method
         if interpretation is not None:
             self.method = get_method(self.method, interpretation=interpretation)
-            if interpretation != memory.method.interpretation and not self._reads_merged_weights:
+            merged = self.method.penalised and not (self.method.per_parameter or self.method.fixed_bn)
+            if interpretation != memory.method.interpretation and not merged:
                 raise XkfacError(
                     f"method '{self.method.name}' penalises no merged weights that could be read as "
                     f"'{interpretation}'; leave interpretation out"
@@ -101,10 +102,6 @@ class Learner:
         self._begun = self._closed = False
         radius = None if memory.calibration is None else memory.calibration.radius
         self._guard = StepGuard(self.model, self._step, radius, self.stable_lr)
-
-    @property
-    def _reads_merged_weights(self) -> bool:
-        return self.method.penalised and not (self.method.per_parameter or self.method.fixed_bn)
 
     def _default_importance(self) -> tuple[float, float]:
         if not self.method.penalised:

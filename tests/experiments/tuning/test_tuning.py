@@ -27,10 +27,9 @@ from xkfac.experiments.runs.progress import RunStatus
 from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.tasks import ImageTasks, PermutedTasks, Refused
 from xkfac.experiments.runs.worker import run_job
-from xkfac.experiments.tuning.status import tuning_status
 from xkfac.experiments.tuning.trials import Choice, GridPoint, TrialResult, TunedJob, grid_of, ranked, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Tuner, phase_done
-from xkfac.experiments.tuning.tuning import chosen, go_on, tune
+from xkfac.experiments.tuning.tuning import chosen, go_on, tune, tuning_status
 
 TEXT = """
 name = "tuned"

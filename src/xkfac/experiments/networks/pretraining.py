@@ -22,7 +22,7 @@ from xkfac.errors import MemoryFileError
 from xkfac.experiments.data.digits import Part, Parts
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.data.trees import find_tree
-from xkfac.experiments.files import check_path, replace_file
+from xkfac.experiments.files import check_path, write_file
 from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.pretrainer import Pretraining, PretrainingError, Trainer, accuracy
 from xkfac.experiments.networks.weights import save_source
@@ -150,22 +150,14 @@ class _Job:
         known |= provenance(place, torch.get_num_threads())
         seconds = sum(entry.seconds for entry in self.history)
         record = {**known, "seconds": seconds, "classes": self.parts.classes, "history": [*map(asdict, self.history)]}
-        _write(self.path.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+        content = json.dumps(record, indent=1).encode() + b"\n"
+        write_file(self.path.with_suffix(".json"), content, PretrainingError, "free space, and the same call goes on")
         save_source(self.trainer.net, self.path, self.task, known)
         self._checkpoint.unlink(missing_ok=True)
         return Pretrained(self.path, self.parts.classes, validation, test, tuple(self.history))
 
     def _accuracy(self, pictures: Part) -> float:
         return accuracy(self.trainer.net, pictures, self.settings.augmentation)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        replace_file(path, text.encode())
-    except OSError as error:
-        raise PretrainingError(
-            f"'{path}' could not be written ({error.strerror}); free space there, and the same call goes on"
-        ) from None
 
 
 def _check_target(path: Path) -> None:

@@ -248,11 +248,6 @@ class Plan:
     count: int
     tasks: tuple[str, ...] = ()
 
-    @property
-    def named(self) -> str:
-        """The tasks in words."""
-        return ", ".join(self.tasks) or f"{self.count} tasks"
-
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}

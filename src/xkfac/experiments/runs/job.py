@@ -156,12 +156,13 @@ class JobRun:
             yield Stepper(self.model, examples, make_optimizer(self.model, line.momentum), None, **options)
             return
         self._balance = self._new_balance(stage)
-        calibrated = line.calibrated and self.memory.calibration is not None
+        measured = self.memory.calibration if line.calibrated else None
+        scale = 1.0 if measured is None else measured.scale
         with Learner(
             self.model,
             self.memory,
             damping=line.damping,
-            strength=line.strength * (self.memory.calibration.scale if calibrated else 1.0),
+            strength=line.strength * scale,
             bn_momentum=line.bn_momentum,
             balance=self._balance,
             penalty_every=1,  # the same numbers on every device

@@ -72,11 +72,6 @@ class TrialResult:
     kept: Whole = -1
     seconds: Amount = 0.0
 
-    @property
-    def point(self) -> GridPoint:
-        """The setting that was tried."""
-        return GridPoint(self.lr, self.damping)
-
 
 def ranked(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
     """Return trials that did not diverge, the best first; of equals first a smaller lr, then a larger damping."""

@@ -79,15 +79,11 @@ class Tuner:
 
     def work(self) -> None:
         """Go on until every job is done with the phase, by whomever; jobs that fail here are left aside."""
-        steps: dict[Phase, Callable[[TunedJob], bool]] = {
-            "prepare": self._prepare,
-            "choose": self._choose,
-            "measure": self._measure,
-        }
+        step = {"prepare": self._prepare, "choose": self._choose, "measure": self._measure}[self.phase]
         while waiting := [
             job for job in self.jobs if job.name not in self.failures and not phase_done(job, self.phase)
         ]:
-            if not any(self._tried(steps[self.phase], job) for job in waiting):
+            if not any(self._tried(step, job) for job in waiting):
                 time.sleep(PAUSE)
 
     def _tried(self, step: Callable[[TunedJob], bool], job: TunedJob) -> bool:
