@@ -1,4 +1,4 @@
-"""Inputs of a network: pictures as torchvision resizes, mirrors and normalises them; crops distributed as its own."""
+"""Inputs of a network: images as torchvision resizes, mirrors and normalises them; crops distributed as its own."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def pictures(count, side, seed=0):
 
 
 def normalised(x):
-    """What torchvision makes of pictures with values from 0 to 255."""
+    """What torchvision makes of images with values from 0 to 255."""
     from torchvision.transforms import functional
 
     return functional.normalize(x.float() / 255, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -103,7 +103,7 @@ def test_a_picture_does_not_depend_on_the_others_of_its_batch():
 
 
 def torchvision_crops(count, scale, side=1_000_000):
-    """Crops as torchvision draws them, in relative coordinates, on a picture so large that rounding does not show."""
+    """Crops as torchvision draws them, in relative coordinates, on an image so large that rounding does not show."""
     from torchvision.transforms import RandomResizedCrop
 
     image = torch.empty(3, side, side, device="meta")

@@ -109,7 +109,7 @@ def test_a_file_that_became_a_link_or_a_pipe_since_it_was_listed_is_not_read(tre
     ):
         path.unlink()
         change()
-        with pytest.raises(DataError, match=rf"'train/ant/0000.png' of .* cannot be read as a picture \({message}\)"):
+        with pytest.raises(DataError, match=rf"'train/ant/0000.png' of .* cannot be read as an image \({message}\)"):
             load(listed, validation=0)
 
 
@@ -127,7 +127,7 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(tree, tmp_path, m
         file.truncate(tree_files.LARGEST_FILE + 2**30)  # takes no room on the disk
     refused(tree, r"'test/bee/large.png' of .* has 1 GiB, and an image may have 256 MiB; make it smaller", monkeypatch)
     os.truncate(tree / "test/bee/large.png", 10)
-    with pytest.raises(DataError, match=r"'test/bee/large.png' of .* cannot be read as a picture"):
+    with pytest.raises(DataError, match=r"'test/bee/large.png' of .* cannot be read as an image"):
         load(tree)
 
 
@@ -149,7 +149,7 @@ def test_a_member_of_a_zip_file_that_declares_too_small_a_size_is_read_within_th
     path.write_bytes(content.replace(struct.pack("<I", size), struct.pack("<I", 10)))
     listed = Tree.read(path)
     assert {entry.name: entry.stamp for entry in listed.test}["test/bee/large.png"].startswith("10:")
-    with pytest.raises(DataError, match=r"'test/bee/large.png' of .*packed.zip' cannot be read as a picture"):
+    with pytest.raises(DataError, match=r"'test/bee/large.png' of .*packed.zip' cannot be read as an image"):
         load(listed, validation=0)
     monkeypatch.setattr(tree_files, "LARGEST_FILE", 1000)
     with zipfile.ZipFile(tmp_path / "other.zip", "w", zipfile.ZIP_DEFLATED) as archive:
@@ -175,7 +175,7 @@ def png(width, height):
 @pytest.mark.filterwarnings("error")
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tree, sides):
     (tree / "train/ant/bomb.png").write_bytes(png(*sides))
-    with pytest.raises(DataError, match=r"'train/ant/bomb.png' of .* cannot be read as a picture \(.*pixels"):
+    with pytest.raises(DataError, match=r"'train/ant/bomb.png' of .* cannot be read as an image \(.*pixels"):
         load(tree, validation=0)
 
 
@@ -206,7 +206,7 @@ def test_each_format_of_the_list_is_read(tree, ending, kind):
 @pytest.mark.parametrize("ending", [".eps", ".ps", ".pdf", ".jp2", ".ico", ".psd", ".h5", ".mpo", ""])
 def test_another_format_is_refused_by_its_ending(tree, tmp_path, monkeypatch, ending):
     (tree / f"train/ant/file{ending}").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n")
-    message = rf"'train/ant/file{ending}' of .* is no picture by its ending; remove it, or save it as one of JPEG, PNG,"
+    message = rf"'train/ant/file{ending}' of .* is no image by its ending; remove it, or save it as one of JPEG, PNG,"
     refused(tree, message, monkeypatch)
     refused(zipped(tree, tmp_path / "packed.zip"), message, monkeypatch)
 
@@ -217,7 +217,7 @@ def test_an_eps_file_under_another_name_never_reaches_ghostscript(tree, monkeypa
     content = io.BytesIO()
     Image.new("RGB", (12, 12)).save(content, "EPS")
     (tree / "train/ant/file.png").write_bytes(content.getvalue())
-    with pytest.raises(DataError, match=r"'train/ant/file.png' of .* cannot be read as a picture \(cannot identify"):
+    with pytest.raises(DataError, match=r"'train/ant/file.png' of .* cannot be read as an image \(cannot identify"):
         load(tree, validation=0)
     assert not called
 

@@ -24,7 +24,7 @@ SMALL = {"model": "timm:test_resnet", "pixels": 32, "epochs": 3, "batch": 8, "lr
 
 
 def made_up(count, seed):
-    """Return pictures of three classes, each of a colour of its own under noise."""
+    """Return images of three classes, each of a colour of its own under noise."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(count) % 3
     x = torch.randint(0, 100, (count, 3, 32, 32), generator=generator)
@@ -49,7 +49,7 @@ def small_trunk():
 
 
 def mixed_by_hand(settings, x, y, mix):
-    """Return inputs and target distributions [N, 3] of a mixed batch, picture by picture."""
+    """Return inputs and target distributions [N, 3] of a mixed batch, image by image."""
     labels = F.one_hot(y, 3).float()
     out_x, out_y = x.clone(), labels.clone()
     for i in range(len(x)):
@@ -316,10 +316,10 @@ def test_what_makes_no_sense_is_an_error(parts, tmp_path):
         with pytest.raises(PretrainingError, match=message):
             Pretraining(**{**SMALL, **options})
     path = tmp_path / "w.safetensors"
-    with pytest.raises(PretrainingError, match="batch is 100, but there are 44 training pictures"):
+    with pytest.raises(PretrainingError, match="batch is 100, but there are 44 training images"):
         pretrain(parts, path, Pretraining(**{**SMALL, "batch": 100}), device="cpu")
     empty = Parts(parts.train, parts.validation, Part(parts.test.x[:0], parts.test.y[:0]), parts.classes)
-    with pytest.raises(PretrainingError, match="no test pictures"):
+    with pytest.raises(PretrainingError, match="no test images"):
         pretrain(empty, path, Pretraining(**SMALL), device="cpu")
     with pytest.raises(PretrainingError, match=r"must end in \.safetensors"):
         pretrain(parts, tmp_path / "w.pth", Pretraining(**SMALL), device="cpu")

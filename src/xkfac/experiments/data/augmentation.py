@@ -1,4 +1,4 @@
-"""Pictures to inputs of a network, on the device and in batches: random crops and mirroring, normalised.
+"""Images to inputs of a network, on the device and in batches: random crops and mirroring, normalised.
 
 All randomness is drawn beforehand on the CPU, so that a training step that augments can be replayed as a CUDA graph.
 """
@@ -17,10 +17,10 @@ TRIES = 10
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How pictures [N, 3, S, S] of bytes become inputs [N, 3, pixels, pixels].
+    """How images [N, 3, S, S] of bytes become inputs [N, 3, pixels, pixels].
 
-    scale: the range of a random crop's area, as a share of the picture's; (1, 1) means no crop. flip: mirror every
-    other picture, at random.
+    scale: the range of a random crop's area, as a share of the image's; (1, 1) means no crop. flip: mirror every
+    other image, at random.
     """
 
     pixels: int
@@ -30,9 +30,9 @@ class Augmentation:
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return draws [*shape, 5], float32 on the CPU: centre x and y, width and height of a crop, -1 to mirror or 1.
 
-        Lengths are relative to the picture's side. The distribution is that of torchvision's RandomResizedCrop on a
-        square picture: area and log ratio are uniform, the first of ten tries that fits is taken, else the whole
-        picture. Crops are not rounded to whole pixels of the picture.
+        Lengths are relative to the image's side. The distribution is that of torchvision's RandomResizedCrop on a
+        square image: area and log ratio are uniform, the first of ten tries that fits is taken, else the whole
+        image. Crops are not rounded to whole pixels of the image.
         """
 
         def uniform(*size: int, least: float = 0.0, greatest: float = 1.0) -> Tensor:
@@ -50,13 +50,13 @@ class Augmentation:
         return torch.cat((centre, size, 1.0 - 2.0 * mirror), -1)
 
     def augmented(self, x: Tensor, draws: Tensor) -> Tensor:
-        """Return pictures x [N, 3, S, S], uint8, cropped and mirrored by `draws` [N, 5], and normalised.
+        """Return images x [N, 3, S, S], uint8, cropped and mirrored by `draws` [N, 5], and normalised.
 
-        The draws are on the device of the pictures. The result [N, 3, pixels, pixels] is float32 in the memory format
+        The draws are on the device of the images. The result [N, 3, pixels, pixels] is float32 in the memory format
         channels_last. A crop is resized by one bilinear resampling that takes nothing from beyond its border, as
         torchvision's `resized_crop(antialias=False)` does.
         """
-        # Coordinates are those of grid_sample: the picture goes from -1 to 1, so that half a pixel is 1 / S.
+        # Coordinates are those of grid_sample: the image goes from -1 to 1, so that half a pixel is 1 / S.
         centre, size, mirror = draws[:, :2], draws[:, 2:4], draws[:, 4:]
         steps = torch.linspace(1 / self.pixels - 1, 1 - 1 / self.pixels, self.pixels, device=x.device)
         border = (size - 1 / x.shape[-1]).clamp(min=0)[..., None]
@@ -69,7 +69,7 @@ class Augmentation:
         return self._normalised(F.grid_sample(x.float(), grid, padding_mode="border", align_corners=False))
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return the centre of pictures x [N, 3, S, S], uint8, for evaluation: float32 [N, 3, pixels, pixels].
+        """Return the centre of images x [N, 3, S, S], uint8, for evaluation: float32 [N, 3, pixels, pixels].
 
         Normalised, in the memory format channels_last.
         """
@@ -77,7 +77,7 @@ class Augmentation:
         return self._normalised(x[..., start : start + self.pixels, start : start + self.pixels])
 
     def _normalised(self, x: Tensor) -> Tensor:
-        """Return pictures x [N, 3, p, p] of values up to 255 as float32, normalised as for ImageNet."""
+        """Return images x [N, 3, p, p] of values up to 255 as float32, normalised as for ImageNet."""
         result = torch.empty(x.shape, device=x.device, memory_format=torch.channels_last)
         for channel, (mean, std) in enumerate(zip(IMAGENET_MEAN, IMAGENET_STD, strict=True)):
             # A number on the CPU is an argument of the kernel: nothing is copied to the device, which no graph allows.

@@ -1,4 +1,4 @@
-"""Pictures of a tree, decoded once into a cache from which many processes map them."""
+"""Images of a tree, decoded once into a cache from which many processes map them."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _whole(path: Path, size: int) -> bool:
 
 
 def _mapped(path: Path, count: int, stored: int) -> Tensor:
-    """Return the pictures [count, 3, stored, stored] of a cache file, mapped; writing on them changes no file."""
+    """Return the images [count, 3, stored, stored] of a cache file, mapped; writing on them changes no file."""
     shape = (count, 3, stored, stored)
     if count == 0:
         return torch.empty(shape, dtype=torch.uint8, device="cpu")
@@ -160,11 +160,11 @@ class _Decoded(Dataset[bytes | DataError]):
         try:
             return decoded(self._read(name), self._stored, self._resize)
         except Exception as error:  # readers of damaged files raise whatever they meet
-            return DataError(f"'{name}' of '{self._path}' cannot be read as a picture ({error}); replace or remove it")
+            return DataError(f"'{name}' of '{self._path}' cannot be read as an image ({error}); replace or remove it")
 
 
 def decoded(content: bytes, stored: int, resize: Resize) -> bytes:
-    """Return the bytes [3, stored, stored] of a picture file's content: RGB, resized as torchvision does.
+    """Return the bytes [3, stored, stored] of an image file's content: RGB, resized as torchvision does.
 
     Raises whatever Pillow does, and ValueError for too many pixels, which are counted before any is decoded, and for
     grey values of more than 8 bits, whose range nobody knows.

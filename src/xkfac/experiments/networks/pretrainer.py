@@ -161,7 +161,7 @@ class Trainer:
 
 @torch.no_grad()
 def accuracy(net: nn.Module, pictures: Part, augmentation: Augmentation) -> float:
-    """Return the percentage of pictures that a network in evaluation mode gets right."""
+    """Return the percentage of images that a network in evaluation mode gets right."""
     net.eval()
     right = torch.zeros((), dtype=torch.long, device=pictures.x.device)
     for x, y in zip(torch.split(pictures.x, CHUNK), torch.split(pictures.y, CHUNK), strict=True):
