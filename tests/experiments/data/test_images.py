@@ -21,16 +21,6 @@ from xkfac.experiments.data.trees import Tree
 from xkfac.experiments.packages import PackageError
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XKFAC_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def tree(tmp_path):
-    return make_tree(tmp_path / "insects")
-
-
 def test_parts_hold_the_pictures_of_their_files(tree):
     parts = load(tree)
     assert isinstance(parts, Parts)

@@ -13,20 +13,10 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image
 
-from tests.helpers.made_up_images import decodings, load, make_tree, picture, same, zipped
+from tests.helpers.made_up_images import decodings, load, picture, same, zipped
 from xkfac.experiments.data import images, tree_files
 from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.data.trees import Tree, find_tree
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XKFAC_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def tree(tmp_path):
-    return make_tree(tmp_path / "insects")
 
 
 def refused(path, message, monkeypatch):

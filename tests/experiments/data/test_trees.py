@@ -16,16 +16,6 @@ from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.data.trees import ImageFile, Tree, find_tree
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XKFAC_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def tree(tmp_path):
-    return make_tree(tmp_path / "insects")
-
-
 def test_a_tree_lists_classes_and_pictures_by_name(tree):
     listed = Tree.read(tree)
     assert listed.classes == CLASSES
