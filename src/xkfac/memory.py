@@ -212,6 +212,22 @@ def _laid_out(tensor: Tensor) -> Tensor:
     return tensor if plain and tensor.data_ptr() % 64 == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
+def with_options(
+    memory: Memory,
+    *,
+    likelihood: str | Likelihood | None = None,
+    exclude: Iterable[str] | None = None,
+    forward: Forward | None = None,
+) -> Memory:
+    """Return a memory that goes on with other options, those that are given."""
+    return replace(
+        memory,
+        likelihood=memory.likelihood if likelihood is None else get_likelihood(likelihood),
+        exclude=memory.exclude if exclude is None else as_patterns(exclude),
+        forward=memory.forward if forward is None else forward,
+    )
+
+
 def consolidate(
     model: nn.Module,
     loader: Iterable[Any],

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from xkfac.errors import XkfacError
 from xkfac.learning.balance import Balance
 from xkfac.learning.begin_checks import check_at_anchor, check_batch, check_not_replaced, check_recentring
-from xkfac.learning.extending import with_options
 from xkfac.learning.held_bn import HeldBN
 from xkfac.learning.history import History
 from xkfac.learning.implicit_steps import ImplicitSteps
 from xkfac.learning.step_guard import StepGuard
-from xkfac.memory import Memory, estimate_for
+from xkfac.memory import Memory, estimate_for, with_options
 from xkfac.methods import get_method
 from xkfac.model.batches import Forward
 from xkfac.model.likelihood import Likelihood
