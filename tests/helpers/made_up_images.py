@@ -41,7 +41,7 @@ def save(path, pixels):
 
 
 def make_tree(folder, classes=CLASSES, train=6, test=2, size=(12, 12), seed=0, ending=".png", test_name="test"):
-    """Write a tree of `train` and `test` images a class, numbers or one number for each class; return its path."""
+    """Write a tree with `train` and `test` images per class, one number or one for each class; return its path."""
     for part, counts in (("train", train), (test_name, test)):
         for label, name in enumerate(classes):
             for number in range(counts if isinstance(counts, int) else counts[label]):

@@ -30,7 +30,7 @@ def demo(
 ) -> None:
     """Run the demo on scikit-learn's digits: a table, a figure and a report, in a few minutes.
 
-    A demo that was interrupted is gone on with; one that is there already is shown again.
+    A demo that was interrupted is resumed; one that is there already is shown again.
     """
     from xkfac.experiments import resume, start
     from xkfac.experiments.files import check_path

@@ -1,7 +1,7 @@
 """The algebra of curvature blocks: products, traces, dense matrices, averages. It knows nothing of networks.
 
-A block acts on displacements of a merged weight, [groups, C, D], and stands for a symmetric positive semi-definite
-matrix a group on vec of it, rows running fastest: (A (x) H) vec(V) = vec(H V A).
+A block acts on displacements of a merged weight, [groups, C, D], and stands for one symmetric positive semi-definite
+matrix per group on vec of it, rows running fastest: (A (x) H) vec(V) = vec(H V A).
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Settings:
     kind: `xkfac` or `kfac` factors, the `diagonal` (EWC, from batch gradients), or `corrected`: the Fisher's exact
         variances in a Kronecker eigenbasis (two passes over the data).
     form, grouping: which XK-FAC (see `curvature.moments`): the paper's, or `mean`, and `pooled`, `hierarchical`.
-    labels: `sampled` from the model (unbiased, one backward pass a draw); `exact`, all examples and classes (for tests
-        and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
+    labels: `sampled` from the model (unbiased, one backward pass per draw); `exact`, all examples and classes (for
+        tests and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
         fits its training data.
     draws: label draws per batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 per
         batch. H'' gets one sample per draw: its rank is at most their number.

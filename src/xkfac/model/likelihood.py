@@ -30,7 +30,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw labels, one an example (and prediction), from the model's own distribution."""
+        """Draw labels, one per example (and prediction), from the model's own distribution."""
 
     @abstractmethod
     def nll(self, output: Tensor, labels: Tensor) -> Tensor:

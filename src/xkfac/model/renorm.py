@@ -119,7 +119,7 @@ class _BatchRenorm(_NormBase):
         count = input.numel() // input.shape[1]
         if count < 2:
             raise UnitError(
-                f"{type(self).__name__} needs more than one value a channel in training, but got an input of shape "
+                f"{type(self).__name__} needs more than one value per channel in training, but got an input of shape "
                 f"{list(input.shape)}"
             )
         with torch.no_grad():

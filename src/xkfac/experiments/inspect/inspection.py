@@ -26,13 +26,12 @@ Show = Callable[[int, int, str], None]
 def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show: Show | None = None) -> dict[str, Any]:
     """Return the facts of a memory file as plain values: of the memory, of each unit, and of its calibration.
 
-    Of each unit, `trace` is that of its curvature block: the sum of the Fisher information of all its numbers.
-    `between` is the share of it in the last term of each task's: what the gradients of a mini-batch have in common.
-    `largest`, `effective rank` and `spectra` are explained at `xkfac.experiments.spectra`, the `entries` of units and
-    memory, mean absolute values with standard errors, at `xkfac.experiments.entries`.
+    The `trace` of a unit is that of its curvature block: the sum of the Fisher information of all its numbers.
+    `between` is the share of the trace in the last terms of all tasks: what the gradients of a mini-batch have in
+    common. `spectra.py` explains `largest`, `effective rank` and `spectra`; `entries.py` explains `entries`.
 
-    batch: the size of the mini-batches that the factors were estimated with, which the paper's form needs to tell
-    K-FAC. seed: of the entries that are drawn. show: is told how many units are done, of how many, and which is next.
+    batch: the size of the mini-batches that the factors were estimated with; the paper's form needs it for K-FAC.
+    seed: of the entries that are drawn. show: called with how many units are done, how many there are, and the next.
     """
     memory = Memory.load(path)
     note = ""

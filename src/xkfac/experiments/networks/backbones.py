@@ -1,4 +1,4 @@
-"""Deep networks with one head a task on a trunk that torchvision or timm knows by name."""
+"""Deep networks with one head per task on a trunk that torchvision or timm knows by name."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +25,7 @@ class Architecture:
 
 
 class ManyHeaded(nn.Module):
-    """A trunk and one linear head a task, of which the active one is used.
+    """A trunk and one linear head per task; the head of the active task runs.
 
     All heads are there from the start, so that the structure of the state never changes. The trunk gives features
     [N, width]. Head and trunk weights are fixed by the seed alone, whatever other tasks there are. What is kept of a

@@ -120,7 +120,7 @@ class _Job:
         try:
             description, tensors = storage.read(self._checkpoint, CHECKPOINT)
         except MemoryFileError as error:
-            raise PretrainingError(f"the checkpoint cannot be gone on with: {error}, or {remedy}") from None
+            raise PretrainingError(f"the checkpoint cannot be resumed: {error}, or {remedy}") from None
         for field, value in self._origin.items():
             if description["told"].get(field) != value:
                 raise PretrainingError(

@@ -1,4 +1,4 @@
-"""Pretrained weights of a network with one head a task: read from files or downloads, checked, and written."""
+"""Pretrained weights of a network with one head per task: read from files or downloads, checked, and written."""
 
 import json
 import re

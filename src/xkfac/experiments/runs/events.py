@@ -1,4 +1,4 @@
-"""The events of a job, one JSON object a line: every one checked, all of them against what the job has to do."""
+"""The events of a job, one JSON object per line: each is checked, and all of them against what the job has to do."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -29,11 +29,11 @@ Found = TypeVar("Found")
 
 
 class RunError(XkfacError):
-    """A run that cannot be started, gone on with, or read."""
+    """A run that cannot be started, resumed, or read."""
 
 
 class NotWritten(RunError):
-    """A file of a run that could not be written; the run can be gone on with."""
+    """A file of a run that could not be written; the run can be resumed."""
 
     exit_code = 1  # of the command
 

@@ -40,7 +40,7 @@ def load_run_data(
 
     download: fetch what is missing, where that is possible. classes, tasks, parts: load only these tasks and parts of
     images, and take the classes of the others from `classes`; nothing of the others is read. workers: processes that
-    decode images which no cache has yet; `progress` is told how many of how many are done.
+    decode images which no cache has yet; `progress` is called with how many are done and how many there are.
     """
     if recipe.images is None:
         data = recipe.data

@@ -51,7 +51,7 @@ def start(
 
     recipe: a `Recipe`, the name of one that comes with the package, or the path of a TOML file, changed by `settings`
     as in `load_recipe`. lines: names or patterns of the lines to run, all by default. jobs: how many jobs run side by
-    side, by default one a core. device: `cpu`, `cuda`, or `auto`. data: the data folder, by default XKFAC_DATA.
+    side, by default one per core. device: `cpu`, `cuda`, or `auto`. data: the data folder, by default XKFAC_DATA.
 
     Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run.
     """
