@@ -31,8 +31,8 @@ class Settings:
         variances in a Kronecker eigenbasis (two passes over the data).
     form, grouping: which XK-FAC (see `curvature.moments`): the paper's, or `mean`, and `pooled`, `hierarchical`.
     labels: `sampled` from the model (unbiased, one backward pass per draw); `exact`, all examples and classes (for
-        tests and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
-        fits its training data.
+        tests and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a
+        network fits its training data.
     draws: label draws per batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 per
         batch. H'' gets one sample per draw: its rank is at most their number.
     statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
