@@ -112,7 +112,9 @@ def estimate(
     )
     if graph and device_of(run.model).type != "cuda":
         raise XkfacError("graph=True needs the model on a CUDA device; leave it out")
-    run.join(finding)
+    if run.processes is not None:
+        own = {"accumulation_dtype": run.like.dtype, "seed": seed, "graph": graph, "likelihood": run.likelihood.name}
+        run.processes.agree({**vars(settings), **finding, **own, **run.likelihood.arguments})
     with untouched(run.model), norms_per_process(run.model):
         feed = {"max_batches": max_batches, "progress": progress}
         collectors, examples = run.over(loader, run.first_collector, **feed)
@@ -159,13 +161,6 @@ class _Run:
     processes: Processes | None = None
     coverage: Coverage | None = None
     draws: Draws = field(init=False)
-
-    def join(self, finding: dict[str, Any]) -> None:
-        """Make sure that the processes of a shared pass mean the same one."""
-        if self.processes is not None:
-            likelihood = {"likelihood": self.likelihood.name, **self.likelihood.arguments}
-            own = {"accumulation_dtype": self.like.dtype, "seed": self.seed, "graph": self.graph}
-            self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
 
     def checked(self, model: nn.Module, batch: Any) -> Tensor:
         """Run the model on a batch, and check that its output is one of the likelihood's."""

@@ -85,7 +85,9 @@ class Learner:
                     f"method '{self.method.name}' penalises no merged weights that could be read as "
                     f"'{interpretation}'; leave interpretation out"
                 )
-        self.importance = importance if importance is not None else self._default_importance()
+        tasks = memory.tasks
+        default = (tasks / (tasks + 1), 1 / (tasks + 1)) if self.method.penalised else (0.0, 1.0)
+        self.importance = default if importance is None else importance
         self.strength = strength
         self.balance = balance
         if balance is not None:
@@ -101,12 +103,6 @@ class Learner:
         self._begun = self._closed = False
         radius = None if memory.calibration is None else memory.calibration.radius
         self._guard = StepGuard(self.model, self._step, radius, self.stable_lr)
-
-    def _default_importance(self) -> tuple[float, float]:
-        if not self.method.penalised:
-            return 0.0, 1.0
-        tasks = self.memory.tasks
-        return tasks / (tasks + 1), 1 / (tasks + 1)
 
     def begin(
         self,
