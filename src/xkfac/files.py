@@ -241,9 +241,7 @@ def _check_header(path: Path, metadata: Mapping[str, str], format: str) -> None:
     if not version.isdecimal() or "digest" not in metadata or "description" not in metadata:
         raise MemoryFileError(f"'{path}' is damaged: its header is incomplete; fetch or make it again")
     if int(version) > VERSION:
-        raise MemoryFileError(
-            f"'{path}' has format version {version}, and this xkfac reads up to {VERSION}; upgrade xkfac to read it"
-        )
+        raise MemoryFileError(f"'{path}' has format version {version}, this xkfac reads up to {VERSION}; upgrade xkfac")
 
 
 def _digest(format: str, version: str, description: str, tensors: Mapping[str, Tensor]) -> str:

@@ -150,9 +150,7 @@ def get_method(method: str | Method, **changes: Unpack[MethodOptions]) -> Method
     for name in changes:
         if name not in own | inner:
             known = sorted(own | inner)
-            raise XkfacError(
-                f"'{name}' is no option of a method{nearest(name, known)}; the options are {', '.join(known)}"
-            )
+            raise XkfacError(f"'{name}' is no option of a method{nearest(name, known)}; options are {', '.join(known)}")
     given: dict[str, Any] = dict(changes)
     settings = replace(method.settings, **{k: v for k, v in given.items() if k in inner})
     return replace(method, settings=settings, **{k: v for k, v in given.items() if k in own})

@@ -324,7 +324,7 @@ def test_methods_that_keep_gamma_and_beta_refuse_to_recentre_them_and_to_read_th
     model = mlp()
     memory = consolidate(model, data(), method)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(XkfacError, match="begin with recentre=False"):
+    with pytest.raises(XkfacError, match="pass recentre=False"):
         Learner(model, memory).begin(target(), recentre=True)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(XkfacError, match=r"leave interpretation out|interpretation='eval'"):

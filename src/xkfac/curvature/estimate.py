@@ -93,9 +93,7 @@ def estimate(
     Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
     """
     if accumulation_dtype not in (None, torch.float32, torch.float64):
-        raise XkfacError(
-            f"accumulation_dtype is {accumulation_dtype}; a curvature is accumulated in torch.float32 or torch.float64"
-        )
+        raise XkfacError(f"accumulation_dtype is {accumulation_dtype}; it must be torch.float32 or torch.float64")
     settings = replace(settings if isinstance(settings, Settings) else Settings(settings), **options)
     finding: dict[str, Any] = {"merge": merge, "per_parameter": per_parameter, "exclude": as_patterns(exclude)}
     check_loaded(unwrap(model))

@@ -21,10 +21,7 @@ _TOLERANCE = 1e-5  # of a unit's merged weight: what float32 leaves of it on ano
 def check_recentring(method: Method, recentre: bool, has_data: bool) -> None:
     """Raise XkfacError where a method cannot re-centre, or has no data for it."""
     if recentre and (method.fixed_bn or method.fixed_affine or method.per_parameter):
-        raise XkfacError(
-            f"method '{method.name}' keeps gamma and beta where they are, and re-centring moves them; begin with "
-            "recentre=False"
-        )
+        raise XkfacError(f"method '{method.name}' keeps gamma and beta, which re-centring moves; pass recentre=False")
     if recentre and not has_data:
         raise XkfacError(f"method '{method.name}' re-centres BN on the target: begin needs its loader")
 

@@ -257,9 +257,7 @@ def anchor_of(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
         anchor = {name: bound.merged_weight().clone() for name, bound in bind(model, units).items()}
     for name, weight in anchor.items():
         if not bool(weight.isfinite().all()):
-            raise NotFiniteError(
-                f"the merged weight of unit '{name}' is not finite; check the model's weights and BN statistics"
-            )
+            raise NotFiniteError(f"the merged weight of unit '{name}' is not finite; check weights and BN statistics")
     return anchor
 
 

@@ -69,9 +69,7 @@ class _BatchRenorm(_NormBase):
         if not (1 <= r_max < float("inf") and 0 <= d_max < float("inf")):
             raise UnitError(f"batch renormalization needs finite r_max >= 1 and d_max >= 0, not {r_max} and {d_max}")
         if not 0 <= warmup <= min(r_steps, d_steps):
-            raise UnitError(
-                f"batch renormalization needs 0 <= warmup <= r_steps and d_steps, not {warmup}, {r_steps}, {d_steps}"
-            )
+            raise UnitError(f"BatchRenorm needs 0 <= warmup <= r_steps and d_steps, not {warmup}, {r_steps}, {d_steps}")
         self.r_max, self.d_max = r_max, d_max
         self.warmup, self.r_steps, self.d_steps = warmup, r_steps, d_steps
 

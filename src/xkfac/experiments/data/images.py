@@ -95,9 +95,7 @@ def _write(path: Path, images: _Decoded, size: int, workers: int) -> Iterator[in
             "the variable XKFAC_CACHE"
         ) from error
     except RuntimeError as error:
-        raise DataError(
-            f"a process that decodes images ended early, is memory short? ({error}); use one worker"
-        ) from error
+        raise DataError(f"a process that decodes images ended ({error}); is memory short? use one worker") from error
 
 
 def _cache_name(path: Path, part: str, entries: Sequence[ImageFile], stored: int, resize: str) -> str:

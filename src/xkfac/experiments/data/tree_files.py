@@ -36,9 +36,7 @@ def list_files(path: Path) -> Files:
     try:
         return list(_folder_files(path) if path.is_dir() else _zip_files(path))
     except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise DataError(
-            f"'{path}' cannot be read, or is a damaged zip file ({reason(error)}); fetch or make it again"
-        ) from error
+        raise DataError(f"'{path}' cannot be read, or is a damaged zip ({reason(error)}); fetch it again") from error
 
 
 def reader(path: Path) -> Callable[[str], bytes]:
@@ -104,9 +102,7 @@ def _check_link(path: Path, root: Path, name: str, linked: set[Path]) -> None:
         return
     found = _found(path, root, name)
     if found in linked:
-        raise DataError(
-            f"'{name}' of '{path}' is a link to a folder that another link leads to, or itself in a circle; remove it"
-        )
+        raise DataError(f"'{name}' of '{path}' is the second link to a folder, or a link in a circle; remove it")
     linked.add(found)
 
 

@@ -169,16 +169,12 @@ def _check_target(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PretrainingError(
-            f"the folder '{path.parent}' cannot be made ({error.strerror}); choose another"
-        ) from None
+        raise PretrainingError(f"folder '{path.parent}' cannot be made ({error.strerror}); choose another") from None
 
 
 def _check_data(parts: Parts, settings: Pretraining, place: torch.device) -> None:
     if settings.batch > len(parts.train):
-        raise PretrainingError(
-            f"batch is {settings.batch}, but there are {len(parts.train)} training images; choose a smaller one"
-        )
+        raise PretrainingError(f"batch is {settings.batch}, but there are {len(parts.train)} training images; lower it")
     if not len(parts.test):
         raise PretrainingError("there are no test images to measure the network on; load the part 'test' too")
     size = sum(part.x.numel() for part in (parts.train, parts.validation, parts.test))

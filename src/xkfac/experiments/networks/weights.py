@@ -116,9 +116,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if isinstance(found, dict):
         found = next((found[key] for key in _INSIDE if isinstance(found.get(key), dict)), found)
     if not isinstance(found, dict) or not found or not all(isinstance(one, Tensor) for one in found.values()):
-        raise WeightsError(
-            f"'{path}' holds no state dict, plain or below {', '.join(_INSIDE)}; save model.state_dict()"
-        )
+        raise WeightsError(f"'{path}' holds no state dict, plain or in {', '.join(_INSIDE)}; save model.state_dict()")
     for wrapper in _WRAPPERS:
         if all(name.startswith(wrapper) for name in found):
             found = {name.removeprefix(wrapper): tensor for name, tensor in found.items()}
@@ -187,7 +185,5 @@ def _downloaded(model: str, which: str = "") -> dict[str, Tensor]:
     except XkfacError:
         raise
     except Exception as error:  # whatever a client of the network raises: the reason is in the sentence
-        raise WeightsError(
-            f"the pretrained weights of '{model}' cannot be had ({error}); name a file that has them"
-        ) from error
+        raise WeightsError(f"pretrained weights of '{model}' cannot be had ({error}); name a file of them") from error
     return state

@@ -124,9 +124,7 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
 def _images(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the images and tasks of a recipe that has them."""
     if "data" in given:
-        raise RecipeError(
-            "a recipe has either [data], for permuted digits, or [images] and [tasks.NAME]; leave one out"
-        )
+        raise RecipeError("a recipe has [data], for permuted digits, or [images] and [tasks.NAME]; leave one out")
     tasks = given.get("tasks", {})
     if len(tasks) < 2:
         raise RecipeError(f"a recipe of images needs a source and a target; it has {len(tasks)} [tasks.NAME] tables")
@@ -226,10 +224,7 @@ def _check_numbers(line: Line, where: str) -> None:
     if line.average > line.epochs:
         raise RecipeError(f"{where}: average={line.average} is more than the {line.epochs} epochs there are")
     if line.average and line.early_stopping:
-        raise RecipeError(
-            f"{where}: early_stopping keeps the weights of one epoch and average={line.average} those of several; "
-            "choose one"
-        )
+        raise RecipeError(f"{where}: early_stopping keeps one epoch and average={line.average} several; choose one")
 
 
 def _check_recipe(recipe: Recipe) -> None:

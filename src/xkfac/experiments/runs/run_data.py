@@ -106,9 +106,7 @@ class PermutedData:
     def sequence(self, line: Line, seed: int) -> PermutedTasks:
         """Return the permutations and the perceptron of a job."""
         if line.batch > len(self.parts.train):
-            raise DataError(
-                f"batch is {line.batch}, but there are {len(self.parts.train)} training examples; choose a smaller one"
-            )
+            raise DataError(f"batch is {line.batch}, but there are {len(self.parts.train)} training examples; lower it")
         return PermutedTasks(line, seed, self.parts)
 
 

@@ -98,9 +98,7 @@ def go_on(run: RunFolder, *, jobs: int | None = None, show: Show | None = None) 
         for phase in PHASES:
             errors = _phase(run, phase, most, lock, show)
             if not all(phase_done(job, phase) for job in every):
-                raise JobsFailed(
-                    errors[0] if errors else f"the phase '{phase}' of '{run.path}' did not end; go on with it"
-                )
+                raise JobsFailed(errors[0] if errors else f"the phase '{phase}' of '{run.path}' did not end; resume it")
         found = chosen(run)
         write_text(run.path / "choices.json", json.dumps(found, indent=1) + "\n")
         run.collect()
