@@ -138,9 +138,7 @@ class Memory:
             raise XkfacError(f"a memory is stored in {', '.join(map(str, STORED))}, not {dtype}; choose one of these")
         for unit, tensor in (*self.anchor.items(), *self.curvature.tensors()):
             if not is_finite(tensor.to(dtype)):
-                raise XkfacError(
-                    f"numbers of unit '{unit}' are not finite in {dtype}; make the memory again, or save it in float64"
-                )
+                raise XkfacError(f"numbers of unit '{unit}' are not finite in {dtype}; make it again, or use float64")
         storage.write(path, asdict(self._description()), self._stored(dtype))
 
     def _stored(self, dtype: torch.dtype) -> dict[str, Tensor]:

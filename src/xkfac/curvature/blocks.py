@@ -293,10 +293,7 @@ def _averaged(
 ) -> tuple[Term, ...]:
     """Return the averages of two sums of terms, term by term."""
     if len(ours) != len(theirs):
-        raise XkfacError(
-            f"factors of {len(ours)} and {len(theirs)} terms have no average; estimate both the same way, or keep all "
-            "terms"
-        )
+        raise XkfacError(f"{len(ours)} and {len(theirs)} terms have no average; estimate both alike, or keep all terms")
     first, second = ours[-1], theirs[-1]
     rooted = len(ours) > 1 and first.low_rank and second.low_rank and first.left.shape == second.left.shape
     dense = list(zip(ours, theirs, strict=True))[: -1 if rooted else None]

@@ -291,10 +291,7 @@ def _locate(model: nn.Module, unit: Unit, name: str | None) -> tuple[nn.Module, 
         model.get_parameter(name)
         return model.get_submodule(path), attribute
     except AttributeError:
-        raise MismatchError(
-            f"unit '{unit.name}': the model has no parameter '{name}'; is this the network that the memory was made "
-            "from?"
-        ) from None
+        raise MismatchError(f"unit '{unit.name}': the model lacks '{name}'; is it the memory's network?") from None
 
 
 def _norm_at(model: nn.Module, unit: Unit) -> Any:
@@ -304,10 +301,7 @@ def _norm_at(model: nn.Module, unit: Unit) -> Any:
     except AttributeError:
         norm = None
     if not isinstance(norm, (_BatchNorm, _BatchRenorm)):
-        raise MismatchError(
-            f"unit '{unit.name}': the model has no batch normalization '{unit.norm}'; is this the network that the "
-            "memory was made from?"
-        )
+        raise MismatchError(f"unit '{unit.name}': the model lacks BN '{unit.norm}'; is it the memory's network?")
     if norm.running_mean is None:
         raise MismatchError(
             f"unit '{unit.name}': the model's '{unit.norm}' has no running statistics; build it with "

@@ -36,7 +36,7 @@ def refused(path, message, monkeypatch):
 def test_a_link_out_of_the_tree_is_refused(tree, tmp_path, monkeypatch, target):
     shutil.copy(tree / "train/ant/0000.png", tmp_path / "outside.png")
     (tree / "train/ant/link.png").symlink_to(target)
-    refused(tree, r"'train/ant/link.png' of .*insects' .*leads out of the tree\); put a copy in its place", monkeypatch)
+    refused(tree, r"'train/ant/link.png' of .*insects' .*leads out of the tree\); replace it or remove it", monkeypatch)
 
 
 def test_a_pipe_or_a_socket_is_refused_and_not_waited_for(tree, monkeypatch):
@@ -47,7 +47,7 @@ def test_a_pipe_or_a_socket_is_refused_and_not_waited_for(tree, monkeypatch):
 def test_a_link_to_nothing_or_to_itself_is_refused(tree, monkeypatch):
     for target in ("nowhere.png", "link.png"):
         (tree / "train/ant/link.png").symlink_to(target)
-        refused(tree, r"'train/ant/link.png' of .* cannot be used \(.*\); put a copy in its place, or", monkeypatch)
+        refused(tree, r"'train/ant/link.png' of .* cannot be used \(.*\); replace it or remove it", monkeypatch)
         (tree / "train/ant/link.png").unlink()
 
 
@@ -115,7 +115,7 @@ def test_a_pipe_in_place_of_a_zip_file_is_not_opened(tmp_path):
 def test_a_file_that_is_too_large_is_refused_before_it_is_read(tree, tmp_path, monkeypatch):
     with (tree / "test/bee/large.png").open("wb") as file:
         file.truncate(tree_files.LARGEST_FILE + 2**30)  # takes no room on the disk
-    refused(tree, r"'test/bee/large.png' of .* has 1 GiB, and an image may have 256 MiB; make it smaller", monkeypatch)
+    refused(tree, r"'test/bee/large.png' of .* has 1 GiB, more than 256 MiB; remove it", monkeypatch)
     os.truncate(tree / "test/bee/large.png", 10)
     with pytest.raises(DataError, match=r"'test/bee/large.png' of .* cannot be read as an image"):
         load(tree)
@@ -126,7 +126,7 @@ def test_a_large_member_of_a_zip_file_is_refused_by_the_size_that_it_declares(tr
     path = zipped(tree, tmp_path / "packed.zip")
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("test/bee/large.png", bytes(10_001))
-    refused(path, r"'test/bee/large.png' of .*packed.zip' has 10001 bytes, and an image may have 10000", monkeypatch)
+    refused(path, r"'test/bee/large.png' of .*packed.zip' has 10001 bytes, more than 10000", monkeypatch)
 
 
 def test_a_member_of_a_zip_file_that_declares_too_small_a_size_is_read_within_the_limit(tree, tmp_path, monkeypatch):

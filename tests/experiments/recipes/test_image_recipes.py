@@ -103,7 +103,7 @@ WRONG = [
     (unreadable, [], ["'test/cars-1/0001.png'", "cannot be read as an image"]),
     (not_in_test, [], ["class 'birds-3'", "is in 'train' but not in 'test'"]),
     (more_classes, [], ["has a classifier of 5 classes, and task 'old' has 6"]),
-    (another_architecture, [], ["source.safetensors' is not of 'timm:test_resnet'", "name weights of this model"]),
+    (another_architecture, [], ["source.safetensors' is not of 'timm:test_resnet'", "name matching weights or model"]),
     (no_weights, [], ["source.safetensors' is no weights file"]),
     (missing_weights, [], ["source.safetensors' does not exist"]),
     (missing_tree, [], ["no images 'cars'", "did you mean 'cats'?"]),

@@ -119,9 +119,7 @@ def _found(path: Path, root: Path, name: str) -> Path:
     try:
         return _inside(root, path / name)
     except (OSError, RuntimeError) as error:  # RuntimeError is what links in a circle give
-        raise DataError(
-            f"'{name}' of '{path}' cannot be used ({reason(error)}); put a copy in its place, or remove it"
-        ) from None
+        raise DataError(f"'{name}' of '{path}' cannot be used ({reason(error)}); replace it or remove it") from None
 
 
 def _zip_files(path: Path) -> Iterator[tuple[str, str]]:
@@ -137,10 +135,7 @@ def _zip_files(path: Path) -> Iterator[tuple[str, str]]:
 
 def _check_size(path: Path, name: str, size: int) -> None:
     if size > LARGEST_FILE:
-        raise DataError(
-            f"'{name}' of '{path}' has {in_words(size)}, and an image may have {in_words(LARGEST_FILE)}; make it "
-            "smaller, or remove it"
-        )
+        raise DataError(f"'{name}' of '{path}' has {in_words(size)}, more than {in_words(LARGEST_FILE)}; remove it")
 
 
 def hidden(name: str) -> bool:

@@ -135,10 +135,7 @@ def _fitting(
             given[name] = tensor
     fault = _misfit(given, own, architecture.classifier)
     if fault is not None:
-        raise WeightsError(
-            f"{where} is not of '{architecture.model}': it {fault}; name weights of this model, or the model that they "
-            "are of"
-        )
+        raise WeightsError(f"{where} is not of '{architecture.model}': it {fault}; name matching weights or model")
     return given
 
 

@@ -201,9 +201,7 @@ def _check_grid(line: Line, where: str) -> None:
 
 def _check_name(name: str, what: str) -> None:
     if not _NAME.fullmatch(name):
-        raise RecipeError(
-            f"the {what} name '{shortened(name)}' must be made of lower-case letters, digits, '-', '_' and '.' alone"
-        )
+        raise RecipeError(f"the {what} name '{shortened(name)}' may have a-z, 0-9, '-', '_' and '.' alone")
     if len(name) > LONGEST_NAME:
         raise RecipeError(
             f"the {what} name '{shortened(name)}' has {len(name)} characters; files are called by it, so that it must "
@@ -218,9 +216,7 @@ def _check_numbers(line: Line, where: str) -> None:
     if any(not 1 <= count <= line.tasks for count in line.at) or any(a >= b for a, b in pairwise(line.at)):
         raise RecipeError(f"{where}: 'at' must be growing numbers of tasks from 1 to {line.tasks}, not {list(line.at)}")
     if line.head_epochs >= line.epochs:
-        raise RecipeError(
-            f"{where}: head_epochs={line.head_epochs} leaves no epoch of {line.epochs} to what is protected; lower it"
-        )
+        raise RecipeError(f"{where}: head_epochs={line.head_epochs} leaves no epoch to what is protected; lower it")
     if line.average > line.epochs:
         raise RecipeError(f"{where}: average={line.average} is more than the {line.epochs} epochs there are")
     if line.average and line.early_stopping:
