@@ -349,7 +349,7 @@ def khatri_rao(named: Mapping[str, Tensor], rows: Sequence[int], columns: Sequen
 def eigenbasis(left: Tensor, right: Tensor, *, empty: bool = False) -> Corrected:
     """Return the eigenbasis of A [groups, D, D] and H [groups, C, C]; its scales are those of A (x) H.
 
-    With `empty` all is there but the numbers.
+    With `empty` shapes and dtypes are right, and the numbers are void.
     """
     sides = [(one[..., 0], one) if empty else _eigh(one) for one in (left, right)]
     (left_values, left_vectors), (right_values, right_vectors) = sides

@@ -70,7 +70,7 @@ class Processes:
         return symmetric(self.total(triangle(matrices)))
 
     def copy_of(self, tensor: Tensor, owner: int = 0) -> Tensor:
-        """Return a copy of the owner's tensor; that of another process says shape and dtype."""
+        """Return a copy of the owner's tensor; on other processes `tensor` gives its shape and dtype."""
         copy = tensor.detach().contiguous().clone()
         dist.broadcast(copy, dist.get_global_rank(self.group, owner), group=self.group)
         return copy

@@ -122,7 +122,7 @@ class Learner:
         memory. With `recentre=False` no data is needed, and this is left to `finish`. The network must be at the
         memory's anchor, up to rounding, or a relative `tolerance` for each unit. forward: kept for `finish`.
         optimizer: SGD, whose steps are made `implicit` in the penalty until `finish`, for learning rates up to the
-        largest that it, or its scheduler, has now: a strong penalty then bears what the target needs.
+        largest that it, or its scheduler, has now: a strong penalty then allows the learning rate that a target needs.
 
         Raises MismatchError when the network has other weights, statistics or units, XkfacError when `loader` is
         missing, the method cannot re-centre, or the optimizer is none that can be made implicit.

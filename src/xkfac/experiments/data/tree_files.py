@@ -1,8 +1,7 @@
 """The files of an image tree: regular ones inside it alone, of a few formats, their sizes checked before they are read.
 
-A link is followed where it leads to a regular file, or to a folder, inside the tree. One that leads out of it, named
-pipes, devices and files that are too large are errors, and so is a folder that links lead to twice, because links in a
-circle would have no end.
+A link is followed where it leads to a regular file, or to a folder, inside the tree. Links that lead out of it, named
+pipes, devices and files that are too large are errors. So are two links to one folder: links in a circle never end.
 """
 
 import os

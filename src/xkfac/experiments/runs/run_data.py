@@ -138,7 +138,9 @@ class ImageData:
         """Return the tasks of a job in the order of its repeat."""
         for name, parts in self.parts.items():
             if 0 < len(parts.train) < line.batch:
-                raise DataError(f"batch is {line.batch}, and '{name}' has {len(parts.train)} training images; lower it")
+                raise DataError(
+                    f"batch is {line.batch}, and task '{name}' has {len(parts.train)} training images; lower it"
+                )
             _check_held_out(line, name, len(parts.validation), calibrated=name == next(iter(self.recipe.tasks)))
         augmentations = {
             name: Augmentation(self.images.pixels, (task.scale[0], task.scale[1]), flip=task.flip)

@@ -290,7 +290,7 @@ class TunedJob:
         remove(*(self.stage(earlier).memory for earlier in range(task)))
 
     def sweep(self, upto: int | None = None) -> None:
-        """Remove what no one goes on with, of the stages up to one, or of all when all is done.
+        """Remove files that nobody resumes from: of the stages up to one, or of all stages once all is done.
 
         Processes that were killed leave half files, and states of trials that have ended.
         """
