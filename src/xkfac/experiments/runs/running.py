@@ -133,10 +133,9 @@ OUT_OF_MEMORY = "torch.OutOfMemoryError"
 
 @dataclass(eq=False)
 class Worker:
-    """A process that does what messages ask for, and the message that it is on."""
+    """A process that does what messages ask for."""
 
     process: subprocess.Popen[str]
-    message: dict[str, Any] | None = None
 
     @classmethod
     def start(cls, lock: int, threads: int, module: str = "xkfac.experiments.runs.worker") -> Self:
@@ -161,7 +160,6 @@ class Worker:
     def send(self, message: dict[str, Any]) -> None:
         """Say what is to be done."""
         assert self.process.stdin is not None
-        self.message = message
         with contextlib.suppress(BrokenPipeError):  # its end is seen when its answer is awaited
             self.process.stdin.write(json.dumps(message) + "\n")
 
@@ -256,7 +254,7 @@ def hand_out(
     show: is called about twice a second with the messages that processes are on.
     """
     waiting = list(messages)
-    workers: list[Worker] = []
+    busy: dict[Worker, dict[str, Any]] = {}
     with selectors.DefaultSelector() as ready, contextlib.ExitStack() as ending:
 
         def employ(worker: Worker | None) -> None:
@@ -265,18 +263,17 @@ def hand_out(
             if worker is None or not worker.alive:
                 worker = start_worker()
                 ending.callback(worker.stop)
-                workers.append(worker)
                 ready.register(worker.output, selectors.EVENT_READ, worker)
-            worker.send(waiting.pop(0))
+            busy[worker] = waiting.pop(0)
+            worker.send(busy[worker])
 
         for _ in range(count):
             employ(None)
-        while any(worker.message for worker in workers):
+        while busy:
             for key, _ in ready.select(timeout=0.5):
                 worker: Worker = key.data
-                message, error = worker.message, worker.answer()
-                worker.message = None
-                crowded = error is not None and OUT_OF_MEMORY in error and any(other.message for other in workers)
+                message, error = busy.pop(worker, None), worker.answer()  # one that waits for work may end by itself
+                crowded = error is not None and OUT_OF_MEMORY in error and bool(busy)
                 if crowded or not worker.alive:
                     ready.unregister(worker.output)
                 if crowded and message is not None:
@@ -286,4 +283,4 @@ def hand_out(
                 if message is not None and error is not None:
                     yield message, error
                 employ(worker)
-            show([worker.message for worker in workers if worker.message is not None])
+            show(list(busy.values()))
