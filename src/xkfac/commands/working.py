@@ -162,7 +162,7 @@ def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> Non
     """Do the work of a run with live progress; an interrupt says how to go on."""
     from xkfac.experiments.runs.progress import Display
 
-    with interruptible(folder), Display(None if quiet else Console(stderr=True)) as display:
+    with interruptible(folder), Display(Console(stderr=True, quiet=quiet)) as display:
         work(None if quiet else display.show)
 
 
@@ -172,7 +172,7 @@ def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any])
     from xkfac.experiments.tuning.tuning import TuningDisplay
 
     quiet = quiet or as_json
-    with interruptible(folder), TuningDisplay(None if quiet else Console(stderr=True)) as display:
+    with interruptible(folder), TuningDisplay(Console(stderr=True, quiet=quiet)) as display:
         found = work(None if quiet else display.show)
     if as_json:
         print_json({"choices": str(folder / "choices.json"), "chosen": found})
