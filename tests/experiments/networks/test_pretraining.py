@@ -300,7 +300,7 @@ def test_a_checkpoint_of_other_settings_or_data_is_refused(parts, tmp_path):
     with pytest.raises(PretrainingError, match="is of pictures"):
         pretrain(swapped, path, Pretraining(**SMALL), device="cpu")
     (tmp_path / "w.checkpoint.safetensors").write_bytes(b"damaged")
-    with pytest.raises(PretrainingError, match="cannot be gone on with"):
+    with pytest.raises(PretrainingError, match="the checkpoint cannot be resumed"):
         pretrain(parts, path, Pretraining(**SMALL), device="cpu")
 
 
