@@ -120,7 +120,7 @@ def default_forward(model: nn.Module, batch: Any) -> Tensor:
         output = output["logits"]
     output = getattr(output, "logits", output)
     if not isinstance(output, Tensor):
-        raise XkfacError(f"the model returned a {type(output).__name__}; pass forward=... that returns a tensor")
+        raise XkfacError(f"the model returned a {type(output).__name__}; pass forward=lambda model, batch: a_tensor")
     return output
 
 
