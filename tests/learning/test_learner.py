@@ -249,7 +249,7 @@ def test_fixed_affine_keeps_gamma_and_beta_and_lets_statistics_follow():
     assert not torch.equal(model[1].running_mean, mean)
     learner.close()
     assert all(parameter.requires_grad for parameter in model.parameters())
-    with pytest.raises(XkfacError, match="method 'fixed-affine' keeps gamma and beta where they are"):
+    with pytest.raises(XkfacError, match="method 'fixed-affine' keeps gamma and beta, which re-centring moves"):
         Learner(model, consolidate(model, data(), "fixed-affine")).begin(target(), recentre=True)
 
 
