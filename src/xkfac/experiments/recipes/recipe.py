@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal, Self
 from xkfac.errors import nearest
 from xkfac.experiments.recipes.toml_tables import (
     Count,
-    Positive,
     RecipeError,
     Share,
     number,
@@ -31,7 +30,7 @@ from xkfac.experiments.recipes.toml_tables import (
     write_value,
 )
 from xkfac.methods import METHODS, Method, get_method
-from xkfac.plain_values import Amount, Range
+from xkfac.plain_values import Amount, Positive, Range
 
 DataSet = Literal["mnist", "digits"]
 Norm = Literal["bn", "brn", "none"]
@@ -253,11 +252,6 @@ class Plan:
     epochs: int
     count: int
     tasks: tuple[str, ...] = ()
-
-    @property
-    def named(self) -> str:
-        """The tasks in words."""
-        return ", ".join(self.tasks) or f"{self.count} tasks"
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
