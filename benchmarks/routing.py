@@ -1,7 +1,6 @@
 """How well the task of an image is inferred, by `xkfac.Router`, and what it costs.
 
     python benchmarks/routing.py photographs --data FOLDER --weights resnet18.safetensors [--model resnet18]
-    python benchmarks/routing.py joint --data FOLDER --weights resnet50.safetensors --model resnet50 --device cuda
     python benchmarks/routing.py permuted --data FOLDER [--tasks 50]
     python benchmarks/routing.py cost --data FOLDER [--device cuda]
 
@@ -10,8 +9,6 @@ nearest class means, so that accuracies with tasks given and inferred can be com
 classifiers over the classes of all tasks, on features of the source network. Also: accuracy on ImageNet by the size of
 the batch that BN's statistics are taken from, with stored statistics of Cars.
 FOLDER holds the zips; `train` images fit, `test` images measure; weights must fit images of 128 pixels.
-`joint`: the same network learns the images of all four at once, with a shared BN and all classes in one softmax; its
-answers by one head over all classes, and by the head of the task that is given or inferred.
 `permuted`: permutations of MNIST, features of an untrained perceptron. `cost`: time of a router's answer over that of
 its network, for batches of one task and of two, among 2 and 50 tasks.
 """
@@ -20,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import math
 import statistics
 import time
@@ -29,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from certainty import certainty, certainty_table, percent
 from common import keep, provenance
 from torch import Tensor, nn
 
@@ -38,8 +35,7 @@ from xkfac.experiments.data.digits import Part, Parts, load, permutation
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.networks.weights import load_source
-from xkfac.experiments.runs.task_inference import assigned, measure_heads
-from xkfac.experiments.runs.tasks import ImageExamples
+from xkfac.experiments.runs.task_inference import assigned
 from xkfac.model.passes import norms_of
 from xkfac.routing.router import STATISTICS, By
 
@@ -119,17 +115,20 @@ def photographs(options: argparse.Namespace) -> tuple[Any, str]:
     for task in list(TREES)[1:]:
         nearest_mean_head(net.head(task), *source[task][0])
     routers = routers_of(net, train)
+    scores: dict[str, list[Tensor]] = {by: [] for by in routers}
     for place, task in enumerate(TREES):
         features, labels = source[task][1]
         with torch.no_grad():
             right = net.head(task)(features).argmax(1) == labels
         for by, router in routers.items():
-            scores = torch.cat([router.scores(x) for x, _ in test[task]])
-            row = {"given": percent(right), **assigned(router, place, scores, right)}
+            scores[by].append(torch.cat([router.scores(x) for x, _ in test[task]]))
+            row = {"given": percent(right), **assigned(router, place, scores[by][-1], right)}
             rows.setdefault(f"router, {by}", {})[task] = row
     sizes = by_batch_size(net, train["cars"][:BN_BATCHES], test["imagenet"][:BN_BATCHES])
-    numbers = {by: numbers_per_task(router) for by, router in routers.items()}
-    return {"routing": rows, "numbers": numbers, "batch statistics": sizes}, photograph_table(rows, sizes)
+    found = {"routing": rows, "numbers": {by: numbers_per_task(router) for by, router in routers.items()}}
+    sure = {f"router, {by}": certainty(router, scores[by]) for by, router in routers.items()}
+    tables = [photograph_table(rows, sizes), certainty_table(sure, list(TREES))]
+    return found | {"certainty": sure, "batch statistics": sizes}, "\n\n".join(tables)
 
 
 def routers_of(net: ManyHeaded, train: dict[str, Batches]) -> dict[By, xkfac.Router]:
@@ -166,10 +165,6 @@ def over_all_classes(source: dict[str, Any], classes: dict[str, int]) -> dict[st
             right = (nearest[:, 0] == place) & (nearest[:, 1] == labels.cpu())
             found[task] = {"taken": shares(nearest[:, 0], len(source)), "inferred": percent(right)}
     return rows
-
-
-def percent(flags: Tensor) -> float:
-    return 100 * flags.double().mean().item()
 
 
 def shares(tasks: Tensor, count: int) -> list[float]:
@@ -223,70 +218,6 @@ def routing_table(rows: dict[str, Any]) -> str:
             cells += [", ".join(f"{one:.1f}" for one in values), f"{statistics.fmean(values):.1f}" if values else ""]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def joint(options: argparse.Namespace) -> tuple[Any, str]:
-    """Return what a network makes of test images that learnt the images of all tasks at once, and a table."""
-    parts = load_images(options)
-    net = source_network(options, parts)
-    known = {task: some(of.train, options.images, options.device, 256) for task, of in parts.items()}
-    routers = routers_of(net, known)  # of the source network
-    net = copy.deepcopy(net)
-    learn_jointly(net, {task: of.train for task, of in parts.items()}, options)
-    rows: dict[str, Any] = {"one head over all classes": {}}
-    offsets = [sum(list(net.tasks.values())[:place]) for place in range(len(TREES))]
-    for place, (task, of) in enumerate(parts.items()):
-        test = some(of.test, options.tests, options.device, 256)
-        scores, labels = all_scores(net, test)
-        owner = torch.bucketize(scores.argmax(1), torch.tensor(offsets[1:], device=scores.device), right=True)
-        right = scores.argmax(1) == labels + offsets[place]
-        rows["one head over all classes"][task] = {"taken": shares(owner.cpu(), len(TREES)), "inferred": percent(right)}
-        found = measure_heads(routers, net, place, test)
-        given, others = found.pop("given"), found.pop("others")
-        for by, row in {"source": found, **others}.items():
-            rows.setdefault(f"router, {by}", {})[task] = {"given": given, **row}
-    return rows, routing_table(rows)
-
-
-@torch.no_grad()
-def all_scores(net: ManyHeaded, batches: Batches) -> tuple[Tensor, Tensor]:
-    """Return the scores [N, classes of all tasks] and labels [N] of batches."""
-    features, labels = features_of(net, batches)
-    return torch.cat([head(features) for head in net.heads.values()], 1), labels
-
-
-def learn_jointly(net: ManyHeaded, train: dict[str, Part], options: argparse.Namespace) -> None:
-    """Train on shuffled images of all tasks, all classes in one softmax; the few images of the source come twice.
-
-    SGD, momentum 0.9, half cosine. Images are mirrored at random, and those of Flowers cropped, as in the recipe.
-    """
-    examples, pairs, offsets, count = [], [], [], 0
-    for place, (task, of) in enumerate(train.items()):
-        augmentation = Augmentation(128, (0.5 if task == "flowers" else 1.0, 1.0))
-        examples.append(ImageExamples(of.to(options.device), augmentation, augmented=True))
-        index = torch.arange(min(len(of), options.images)).repeat(2 if place == 0 else 1)
-        pairs.append(torch.stack([torch.full_like(index, place), index], 1))
-        offsets.append(count)
-        count += net.tasks[task]
-    every = torch.cat(pairs)
-    net.requires_grad_(True).train()
-    optimizer = torch.optim.SGD(net.parameters(), options.lr, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * (len(every) // options.batch))
-    for epoch in range(options.epochs):
-        for one in examples:
-            one.redraw(0, epoch)
-        order = every[torch.randperm(len(every), generator=torch.Generator().manual_seed(epoch))]
-        for batch in order[: len(order) // options.batch * options.batch].to(options.device).split(options.batch):
-            parts = [one.take(batch[batch[:, 0] == place, 1]) for place, one in enumerate(examples)]
-            y = torch.cat([labels + offset for (_, labels), offset in zip(parts, offsets, strict=True)])
-            with torch.autocast(options.device, torch.bfloat16, enabled=options.device != "cpu"):
-                features = net.trunk(torch.cat([x for x, _ in parts]))
-                loss = nn.functional.cross_entropy(torch.cat([head(features) for head in net.heads.values()], 1), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    net.eval()
 
 
 def permuted(options: argparse.Namespace) -> tuple[Any, str]:
@@ -347,15 +278,26 @@ def cost(options: argparse.Namespace) -> tuple[Any, str]:
         mixed[::2] += 0.3 * (count - 1)
         for by in ("early", "last", "source"):
             router = xkfac.Router(net, by, using=using)
-            for place, task in enumerate(tasks):
-                router.add_task(task, [x[:8] + 0.3 * place])
+            for task in (tasks[0], tasks[-1]):
+                router.add_task(task, [x[:8] + 0.3 * int(task)])
+            repeat_first(router, tasks)
             last = x + 0.3 * (count - 1)
             runs = [lambda f=f, z=z: f(z) for f, z in ((net, x), (router, x), (router, last), (router, mixed))]
             ratios = times_plain(runs, options.device, options.turns)
             found[f"{name}, {by}"] = dict(zip(("first task", "last task", "two in a batch"), ratios, strict=True))
+            print(f"{name}, {by}: {ratios}", flush=True)
     lines = [f"| batches of {options.batch} | of the first task | of the last | of both |", "|---|---|---|---|"]
     lines += [f"| {name} | " + " | ".join(f"{one:.2f}" for one in row.values()) + " |" for name, row in found.items()]
     return found, "\n".join(lines)
+
+
+def repeat_first(router: xkfac.Router, tasks: list[str]) -> None:
+    """Give a router that knows the first and the last of some tasks those between, with the statistics of the first."""
+    place = torch.tensor([0] * (len(tasks) - 1) + [1])
+    for name in STATISTICS:
+        if not name.endswith("unit") and (kept := getattr(router, name)) is not None:
+            setattr(router, name, kept[place.to(kept.device)])
+    router.tasks = tasks
 
 
 def cost_cases(options: argparse.Namespace) -> list[tuple[str, int, nn.Module, tuple[int, ...], Any]]:
@@ -372,7 +314,7 @@ def cost_cases(options: argparse.Namespace) -> list[tuple[str, int, nn.Module, t
 def main() -> None:
     """Measure, and keep the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["photographs", "joint", "permuted", "cost"])
+    parser.add_argument("part", choices=["photographs", "permuted", "cost"])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--weights")
@@ -382,12 +324,10 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=50)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--output", type=Path, default=Path("results/routing"))
     options = parser.parse_args()
     record = provenance()
-    run = {"photographs": photographs, "joint": joint, "permuted": permuted, "cost": cost}[options.part]
+    run = {"photographs": photographs, "permuted": permuted, "cost": cost}[options.part]
     found, text = run(options)
     keep(options.output / options.part, record, found, text)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tests.helpers.setups import Everything, bare, data, leave_side_stream, randomise
 from xkfac import METHODS, Balance, Calibration, Learner, Router, consolidate, give_task_norms
 from xkfac.errors import NotFiniteError, XkfacError, XkfacWarning
-from xkfac.learning.divergence import INTERVAL
+from xkfac.learning.step_guard import INTERVAL
 from xkfac.penalty.layout import Group, Rounded
 from xkfac.penalty.side_stream import _streams, side_by_side
 

@@ -4,21 +4,13 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import xkfac
 
 
-@pytest.fixture
-def _one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("method", ["fixed-bn", "fixed-affine"])
 @pytest.mark.parametrize("as_view", [False, True])
 @pytest.mark.parametrize("image", [False, True])

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from xkfac.model.hooks import Pauses
 from xkfac.model.merged_weight import Reading
 
 _T = TypeVar("_T")
@@ -77,7 +78,7 @@ class SideStream:
             return
         self.vectors, self._unread = self._gather()
         self._names = set(self._unread)
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = self._version()
         if self._stream is not None:
             self._started = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._started.record()
@@ -95,7 +96,11 @@ class SideStream:
         same = all(
             name in read and name in readings and readings[name].population is read[name] for name in self._names
         )
-        return self._open and same and self._versions == [parameter._version for parameter in self._parameters]
+        return self._open and same and self._versions == self._version()
+
+    def _version(self) -> list[int]:
+        """Return what changes with the parameters, also where they have moved and come back on the main stream."""
+        return [Pauses.count, *(parameter._version for parameter in self._parameters)]
 
     @contextmanager
     def running(self) -> Iterator[None]:

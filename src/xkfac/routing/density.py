@@ -55,11 +55,19 @@ class Densities:
     offset: Tensor
 
     def log_density(self, z: Tensor) -> Tensor:
-        """Return log p(z) [N, T] of features z [N, F] under each task."""
-        centred = z - self.mean[:, None]
-        distance = (centred.square() @ self.precision[..., None])[..., 0] - (centred @ self.factor).square().sum(-1)
-        power = 0.5 * (NU + z.shape[1])
-        return (self.offset[:, None] - power * torch.log1p(distance.clamp(min=0) / NU)).T
+        """Return log p(z) [N, T] of features z [N, F] under each task.
+
+        Features are centred once, by the mean of the first task, so that no tensor [T, N, F] is made. Squares of large
+        features need double precision then; products of few columns in it cost little.
+        """
+        with torch.autocast(z.device.type, enabled=False):
+            z, step = z.float() - self.mean[0], self.mean - self.mean[0]
+            projected = z.expand(len(step), *z.shape) @ self.factor - step[:, None] @ self.factor
+            z, step, precision = z.double(), step.double(), self.precision.double()
+            weighted = precision * step
+            distance = z.square() @ precision.T - 2 * z @ weighted.T + (weighted * step).sum(1)
+            distance = (distance - projected.square().sum(-1).T).clamp(min=0)
+            return self.offset - 0.5 * (NU + z.shape[1]) * torch.log1p(distance / NU).float()
 
     def joined(self, other: Densities) -> Densities:
         """Return the densities of these tasks and of others."""

@@ -42,6 +42,7 @@ class Probe(nn.Module):
     Images [N, C, ...] give mean and log variance of each channel in each cell, vectors [N, C] their entries. Of the
     given model, only the layers `needed` in front of this BN layer are kept. blocks: how many features in a row are of
     one kind. every: a convolution right in front of this BN computes one position out of so many along each axis.
+    flat: whether the inputs seen last are vectors.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Probe(nn.Module):
     ) -> None:
         super().__init__()
         self.norm, self.needed, self.blocks, self.every = norm, needed, blocks, every
+        self.flat = False
         self.layers = None if norm is None else _prefix(model, norm, needed)
         if self.layers is not None and every > 1:
             conv: Any = self.layers.get_submodule(needed[-1])
@@ -79,7 +81,7 @@ class Probe(nn.Module):
         blocks += [block for one in self.reached(x) for block in statistics(one)]
         if not blocks:
             raise XkfacError("the network has no BN, and its inputs are no numbers [N, C, ...]; use by='last'")
-        self.blocks = [block.shape[1] for block in blocks]
+        self.blocks, self.flat = [block.shape[1] for block in blocks], all(one.dim() == 2 for one in seen)
         return torch.cat(blocks, 1)
 
 

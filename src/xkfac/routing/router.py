@@ -26,6 +26,7 @@ Using = Callable[[Any, str], AbstractContextManager[None]]
 FORMAT = "xkfac-router"
 # Early features are many and noisy: their covariances are shrunk, and beside last features they count for less.
 RANK = {"early": 64, "last": 32}
+VECTOR_RANK = 16  # for early features of vectors, which are not in cells: 50 tasks would cost more than a small network
 SHRINKAGE = {"early": 0.7, "last": 0.0}
 EARLY_WEIGHT = 0.25
 QUANTILES = 101  # of a task's own log densities: they say how unusual an image is
@@ -131,7 +132,9 @@ class Router(nn.Module):
             if not others:
                 blocks = self.probe.blocks if self.probe is not None and part == "early" else [len(of.mean)]
                 setattr(self, f"{part}_unit", _unit(of.covariance.diagonal(), blocks))
-            density = fit(of, getattr(self, f"{part}_unit").double(), RANK[part], SHRINKAGE[part])
+            rank = VECTOR_RANK if self.probe is not None and self.probe.flat and part == "early" else RANK[part]
+            rank = kept[part].factor.shape[2] if others else rank
+            density = fit(of, getattr(self, f"{part}_unit").double(), rank, SHRINKAGE[part])
             if others:
                 density = kept[part].apply(lambda one: one[others]).joined(density)
             for name in DENSITY:
