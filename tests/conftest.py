@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from xkfac import cli
 
@@ -19,6 +20,14 @@ if torch.version.cuda is None:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

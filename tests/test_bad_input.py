@@ -83,9 +83,7 @@ def test_a_curvature_is_accumulated_in_float32_or_float64(dtype):
     model = mlp()
     with pytest.raises(xkfac.XkfacError) as refused:
         xkfac.consolidate(model, data(), "xkfac", accumulation_dtype=dtype)
-    assert str(refused.value) == (
-        f"accumulation_dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64"
-    )
+    assert str(refused.value) == (f"accumulation_dtype is {dtype}; it must be torch.float32 or torch.float64")
     for wide in (torch.float32, torch.float64):
         assert (
             xkfac.estimate(model, data(1), draws=1, accumulation_dtype=wide).curvature.blocks["6"].diagonal().dtype

@@ -313,7 +313,7 @@ def test_newer_versions_ask_for_an_upgrade(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "VERSION", files.VERSION + 6)
     files.write(tmp_path / "new", {}, {})
     monkeypatch.undo()
-    with pytest.raises(MemoryFileError, match=r"'.*new' has format version 7, and this xkfac reads up to 1; upgrade"):
+    with pytest.raises(MemoryFileError, match=r"'.*new' has format version 7, this xkfac reads up to 1; upgrade"):
         files.read(tmp_path / "new")
 
 

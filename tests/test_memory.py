@@ -225,9 +225,9 @@ def test_check_names_the_unit_that_does_not_fit():
     memory.check(net)
     memory.check(copy.deepcopy(net).eval())
     cases = {
-        "grouped": (nn.Identity(), r"unit 'grouped': the model has no parameter 'grouped.weight'; is this the network"),
+        "grouped": (nn.Identity(), r"unit 'grouped': the model lacks 'grouped.weight'; is it the memory's network"),
         "first": (nn.Conv2d(3, 4, 3, bias=False), r"unit 'first': the memory's merged weight is 1x4x19, the model's"),
-        "norm": (nn.Identity(), r"unit 'first': the model has no batch normalization 'norm'; is this the network"),
+        "norm": (nn.Identity(), r"unit 'first': the model lacks BN 'norm'; is it the memory's network"),
         "lone": (nn.BatchNorm2d(7), r"unit 'lone': the memory's merged weight is 6x1x2, the model's 7x1x2"),
         "head": (nn.Linear(6, 4), r"unit 'head': the memory's merged weight is 1x3x7, the model's 1x4x7"),
     }
@@ -297,7 +297,5 @@ def test_statistics_that_are_not_finite_are_refused_by_unit():
     new = xkfac.estimate(net, second)
     net[4].running_var[0] = float("nan")
     for make_memory in (lambda: consolidated(net, first), lambda: memory.extend(net, new, weights=(OWN, OTHERS))):
-        with pytest.raises(
-            xkfac.XkfacError, match="merged weight of unit '3' is not finite; check the model's weights"
-        ):
+        with pytest.raises(xkfac.XkfacError, match="merged weight of unit '3' is not finite; check weights"):
             make_memory()

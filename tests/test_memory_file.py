@@ -267,7 +267,7 @@ def test_another_network_is_refused_by_unit(tmp_path, variant):
     other[3], other[4] = nn.Linear(8, 9), nn.BatchNorm1d(9)
     with pytest.raises(xkfac.MismatchError, match="unit '3': the memory's merged weight is 1x7x9"):
         Memory.load(tmp_path / "memory", other)
-    with pytest.raises(xkfac.MismatchError, match=r"unit '0': the model has no parameter '0.weight'"):
+    with pytest.raises(xkfac.MismatchError, match=r"unit '0': the model lacks '0.weight'"):
         Memory.load(tmp_path / "memory", make("conv")[0])
 
 

@@ -1,8 +1,4 @@
-"""The xkfac command: run experiments, go on with them, look at them.
-
-Exit codes: 0 all went well, 1 a run stopped before its end, 2 something that was asked for cannot be done,
-130 interrupted.
-"""
+"""The xkfac command: run experiments, go on with them, look at them."""
 
 import sys
 from typing import Annotated
@@ -62,7 +58,7 @@ def main() -> None:
         app(prog_name="xkfac")
     except XkfacError as error:
         _complain(str(error))
-        sys.exit(_exit_code(error))
+        sys.exit(getattr(error, "exit_code", 2))
     except OSError as error:  # of a file that nobody expected to fail
         what = f"'{error.filename}': " if error.filename else ""
         _complain(f"{what}{error.strerror or error}")
@@ -73,14 +69,6 @@ def main() -> None:
 
 def _complain(text: str) -> None:
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(text)}")
-
-
-def _exit_code(error: XkfacError) -> int:
-    """Return 1 for a run that stopped before its end, and can be gone on with, 2 for all else."""
-    from xkfac.experiments.runs.job_folder import NotWritten
-    from xkfac.experiments.runs.running import JobsFailed
-
-    return 1 if isinstance(error, JobsFailed | NotWritten) else 2
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def from_correlations(packed: Tensor, diagonal: Tensor) -> Tensor:
 def norm_bound(matrix: Tensor) -> Tensor:
     """Return numbers [G] that the spectral norms of symmetric matrices [G, F, F] do not exceed, some 1.4 times them.
 
-    Of the power iteration: |M|^16 |<v, x>| <= |M^16 x| for the first eigenvector v and random x, four of which are all
-    nearly orthogonal to v, by less than 1/100, once in 10^8 matrices.
+    By the power iteration, |M|^16 |<v, x>| <= |M^16 x| for the first eigenvector v and any x. Four random x are all
+    nearly orthogonal to v, with products below 1/100, once in 10^8 matrices.
     """
     generator = torch.Generator(matrix.device).manual_seed(0)
     x = torch.randn(*matrix.shape[:2], 4, generator=generator, device=matrix.device, dtype=matrix.dtype)
@@ -241,9 +241,7 @@ def _check_header(path: Path, metadata: Mapping[str, str], format: str) -> None:
     if not version.isdecimal() or "digest" not in metadata or "description" not in metadata:
         raise MemoryFileError(f"'{path}' is damaged: its header is incomplete; fetch or make it again")
     if int(version) > VERSION:
-        raise MemoryFileError(
-            f"'{path}' has format version {version}, and this xkfac reads up to {VERSION}; upgrade xkfac to read it"
-        )
+        raise MemoryFileError(f"'{path}' has format version {version}, this xkfac reads up to {VERSION}; upgrade xkfac")
 
 
 def _digest(format: str, version: str, description: str, tensors: Mapping[str, Tensor]) -> str:

@@ -15,7 +15,7 @@ from xkfac import files as storage
 from xkfac.calibration import Calibration
 from xkfac.curvature.estimate import Estimate, estimate
 from xkfac.curvature.operator import Curvature, is_finite
-from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
+from xkfac.errors import MemoryFileError, XkfacError
 from xkfac.memory_file import BLOCKS, STORED, Description, Joint, Likely, packed, rebuilt
 from xkfac.methods import Method, MethodOptions, get_method
 from xkfac.model.batches import Forward
@@ -107,7 +107,7 @@ class Memory:
         before = self.curvature.to(device_of(unwrap(model)))
         with full_precision(device_of(unwrap(model))):
             extended = before.extend(new.curvature, *weights, keep_all=keep_all, homogeneous=homogeneous)
-        anchor, curvature = _uniform(_anchor(model, units.values()), extended)
+        anchor, curvature = _uniform(anchor_of(model, units.values()), extended)
         return replace(
             self,
             anchor=anchor,
@@ -138,9 +138,7 @@ class Memory:
             raise XkfacError(f"a memory is stored in {', '.join(map(str, STORED))}, not {dtype}; choose one of these")
         for unit, tensor in (*self.anchor.items(), *self.curvature.tensors()):
             if not is_finite(tensor.to(dtype)):
-                raise XkfacError(
-                    f"numbers of unit '{unit}' are not finite in {dtype}; make the memory again, or save it in float64"
-                )
+                raise XkfacError(f"numbers of unit '{unit}' are not finite in {dtype}; make it again, or use float64")
         storage.write(path, asdict(self._description()), self._stored(dtype))
 
     def _stored(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -194,16 +192,6 @@ class Memory:
         return memory if device is None else memory.to(device)
 
 
-def _anchor(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
-    anchor = anchor_of(model, units)
-    for name, tensor in anchor.items():
-        if not is_finite(tensor):
-            raise NotFiniteError(
-                f"the merged weight of unit '{name}' is not finite; check the model's weights and BN statistics"
-            )
-    return anchor
-
-
 def _uniform(anchor: Mapping[str, Tensor], curvature: Curvature) -> tuple[Mapping[str, Tensor], Curvature]:
     """Return both in the widest dtype of either, so that displacements from the anchor meet the curvature's.
 
@@ -220,6 +208,22 @@ def _laid_out(tensor: Tensor) -> Tensor:
     """Return a tensor as a new one lies in memory: row by row, also along dimensions of size 1, and aligned."""
     plain = tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
     return tensor if plain and tensor.data_ptr() % 64 == 0 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def with_options(
+    memory: Memory,
+    *,
+    likelihood: str | Likelihood | None = None,
+    exclude: Iterable[str] | None = None,
+    forward: Forward | None = None,
+) -> Memory:
+    """Return a memory that goes on with other options, those that are given."""
+    return replace(
+        memory,
+        likelihood=memory.likelihood if likelihood is None else get_likelihood(likelihood),
+        exclude=memory.exclude if exclude is None else as_patterns(exclude),
+        forward=memory.forward if forward is None else forward,
+    )
 
 
 def consolidate(
@@ -260,7 +264,7 @@ def consolidate(
         progress=progress,
         graph=graph,
     )
-    anchor, curvature = _uniform(_anchor(model, new.coverage.units), new.curvature)
+    anchor, curvature = _uniform(anchor_of(model, new.coverage.units), new.curvature)
     return Memory(anchor, curvature, 1, new.coverage, chosen, likelihood, exclude, new.examples, forward=forward)
 
 

@@ -137,12 +137,9 @@ def get_method(method: str | Method, **changes: Unpack[MethodOptions]) -> Method
 
     Raises XkfacError for an unknown name or field, with the nearest one that exists.
     """
-    if isinstance(method, str):
-        if method not in METHODS:
-            raise XkfacError(
-                f"method '{method}' is not known{nearest(method, METHODS)}; it is one of {', '.join(METHODS)}"
-            )
-        method = METHODS[method]
+    if isinstance(method, str) and method not in METHODS:
+        raise XkfacError(f"method '{method}' is not known{nearest(method, METHODS)}; it is one of {', '.join(METHODS)}")
+    method = METHODS[method] if isinstance(method, str) else method
     if not isinstance(method, Method):
         raise XkfacError(f"a method is a {type(method).__name__}; it must be a Method or one of {', '.join(METHODS)}")
     own = {f.name for f in fields(Method)} - {"name", "settings"}
@@ -150,9 +147,7 @@ def get_method(method: str | Method, **changes: Unpack[MethodOptions]) -> Method
     for name in changes:
         if name not in own | inner:
             known = sorted(own | inner)
-            raise XkfacError(
-                f"'{name}' is no option of a method{nearest(name, known)}; the options are {', '.join(known)}"
-            )
+            raise XkfacError(f"'{name}' is no option of a method{nearest(name, known)}; options are {', '.join(known)}")
     given: dict[str, Any] = dict(changes)
     settings = replace(method.settings, **{k: v for k, v in given.items() if k in inner})
     return replace(method, settings=settings, **{k: v for k, v in given.items() if k in own})

@@ -55,9 +55,7 @@ def load_pretrained(folder: str | Path, model: nn.Module) -> Memory:
     other = [name for name in {**own, **state} if name not in own or name not in state]
     other += [name for name in state if name in own and state[name].shape != own[name].shape]
     if other:
-        raise MismatchError(
-            f"'{other[0]}' is another one in '{folder / MODEL}' than in the model; make the same network"
-        )
+        raise MismatchError(f"'{other[0]}' differs between '{folder / MODEL}' and the model; make the same network")
     model.load_state_dict(state)
     check_at_anchor(bind(model, memory.units), memory.anchor, None)
     return memory

@@ -412,7 +412,7 @@ def test_settings_of_a_source_network_that_mean_nothing_are_refused(xkfac, tmp_p
         ("smoothing=2", "smoothing must be a number of at least 0 and below 1, not 2.0"),
         ("epochs=1000000000000", "epochs must be at least 1 and at most 100,000, not 1000000000000"),
         ("pixels=0", "pixels must be at least 1"),
-        ("scale=[2, 3]", "scale is (2.0, 3.0); it must be two shares of the area"),
+        ("scale=[2, 3]", "scale must be two growing numbers above 0 and up to 1"),
         ("validation=1", "validation must be a number of at least 0 and below 1, not 1.0"),
         ("seed=-1", "seed must be at least 0"),
     ):

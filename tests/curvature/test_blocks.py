@@ -128,5 +128,5 @@ def test_khatri_rao_blocks():
 
 
 def test_blocks_of_different_numbers_of_terms_have_no_average():
-    with pytest.raises(XkfacError, match="factors of 2 and 1 terms have no average"):
+    with pytest.raises(XkfacError, match="2 and 1 terms have no average"):
         kronecker().average(Kronecker((Term(psd(COLUMNS), psd(ROWS)),)), 0.5, 0.5)

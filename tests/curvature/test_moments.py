@@ -278,14 +278,15 @@ def test_draws_share_the_positions_of_the_finest_level(levels, form, positions, 
         torch.testing.assert_close(found, wanted)
 
 
-def test_of_many_draws_each_takes_a_part_of_the_positions():
+def test_of_many_draws_each_takes_half_of_the_positions():
     g = torch.arange(5.0).view(1, 1, 5, 1)
     whole = [Draw(1 / 3, place, 3).share_of(g) for place in range(3)]
     assert [(part.flatten().tolist(), counted) for part, counted in whole] == [([0, 1, 2, 3, 4], 1)] * 3
     taken = [Draw(1 / 5, place, 5).share_of(g) for place in range(3)]
     assert [part.flatten().tolist() for part, _ in taken] == [[0, 1], [2, 3, 4], [0, 1]]
     assert [counted for _, counted in taken] == [5 / 3, 5 / 2, 5 / 3]
-    assert Draw(1 / 32, 6, 32).share_of(g)[0].flatten().tolist() == [2]
+    assert Draw(1 / 32, 6, 32).share_of(g)[0].flatten().tolist() == [0, 1]
+    assert Draw(1 / 32, 6, 32).share_of(g[:, :, :1])[0].flatten().tolist() == [0]
 
 
 @pytest.mark.parametrize("form", ["mean", "paper"])

@@ -1,4 +1,4 @@
-"""Small trees of pictures that a network can learn to tell apart, as folders and as zip files, and runs with them."""
+"""Small trees of images that a network can learn to tell apart, as folders and as zip files, and runs with them."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ CLASSES = ("ant", "bee", "cat")
 
 
 def picture(label, number, size=(12, 12), seed=0):
-    """Bytes [height, width, 3]: a colour for the class, with noise of its own for each picture."""
+    """Bytes [height, width, 3]: a colour for the class, with noise of its own for each image."""
     width, height = size
     generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * label + number)
     colour = torch.tensor([(37 * label) % 128, (91 * label + 50) % 128, (11 * label + 90) % 128])
@@ -34,14 +34,14 @@ def picture(label, number, size=(12, 12), seed=0):
 
 
 def save(path, pixels):
-    """Write bytes [height, width, 3] as a picture; the ending of the path says of which kind."""
+    """Write bytes [height, width, 3] as an image; the ending of the path says of which kind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     height, width, _ = pixels.shape
     Image.frombytes("RGB", (width, height), bytes(pixels.flatten().tolist())).save(path)
 
 
 def make_tree(folder, classes=CLASSES, train=6, test=2, size=(12, 12), seed=0, ending=".png", test_name="test"):
-    """Write a tree of `train` and `test` pictures a class, numbers or one number for each class; return its path."""
+    """Write a tree with `train` and `test` images per class, one number or one for each class; return its path."""
     for part, counts in (("train", train), (test_name, test)):
         for label, name in enumerate(classes):
             for number in range(counts if isinstance(counts, int) else counts[label]):
@@ -74,14 +74,14 @@ def same(a, b):
 
 
 def decodings(monkeypatch):
-    """Return a list to which every picture that is decoded from now on is added."""
+    """Return a list to which every image that is decoded from now on is added."""
     seen = []
     whole = images.decoded
     monkeypatch.setattr(images, "decoded", lambda content, *rest: (seen.append(content), whole(content, *rest))[1])
     return seen
 
 
-# Small runs of pictures
+# Small runs of images
 
 TEXT = """
 name = "pictures"
@@ -141,7 +141,7 @@ SIZES = {"old": 5, "birds": 4, "cars": 3}
 
 
 def recipe(*settings):
-    """The recipe of small runs of pictures, changed by settings."""
+    """The recipe of small runs of images, changed by settings."""
     return parse_recipe(TEXT, "pictures", settings)
 
 
@@ -183,7 +183,7 @@ def materials(made, data):
 
 
 def make_run(path, data, made=None):
-    """Return the folder of a new run of pictures that nothing has been done of yet."""
+    """Return the folder of a new run of images that nothing has been done of yet."""
     return RunFolder.create(path, made or recipe(), {"place": "cpu", "data": str(data)})
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -239,14 +238,6 @@ def test_held_out_examples_make_the_memory_in_place_of_the_experiences_own():
     plugin = XKFACPlugin(draws=1, strength=1.0, held_out=streams["valid"])
     naive(mlp(), [plugin]).train(streams["train"])
     assert (plugin.memory.tasks, plugin.memory.examples) == (2, 2 * 16)
-
-
-@pytest.fixture
-def one_process():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_processes_share_the_examples_and_one_calibration(one_process):

@@ -290,7 +290,7 @@ def test_limits_and_several_loaders(source):
     callback = fitted(net, memory, limit_train_batches=2)[1]
     half = Module(copy.deepcopy(net))
     same_memory(callback.memory, bare_loop(half, memory, batches(1)[:2]))
-    with pytest.raises(xkfac.XkfacError, match="several training loaders; pass XKFACCallback"):
+    with pytest.raises(xkfac.XkfacError, match="several loaders; name the target's: XKFACCallback"):
         fitted(net, memory, target={"a": loader(), "b": loader()})
     together = {"a": loader(), "b": loader()}
 

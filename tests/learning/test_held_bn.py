@@ -4,26 +4,23 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import xkfac
 
 
-@pytest.fixture
-def _one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("method", ["fixed-bn", "fixed-affine"])
 @pytest.mark.parametrize("as_view", [False, True])
-def test_it_learns_the_same_under_ddp(method, as_view):
-    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
-    net[1].weight.data.uniform_(0.5, 2)
+@pytest.mark.parametrize("image", [False, True])
+def test_it_learns_the_same_under_ddp(method, as_view, image):
+    layers = [nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)]
+    if image:  # which a fixed BN maps without keeping it
+        layers = [nn.Unflatten(1, (5, 1)), nn.Conv1d(5, 6, 1), *layers[1:3], nn.Flatten(), layers[3]]
+    net = nn.Sequential(*layers)
+    place = 2 if image else 1
+    net[place].weight.data.uniform_(0.5, 2)
     data = [(torch.randn(8, 5), torch.randint(3, (8,))) for _ in range(4)]
     memory = xkfac.consolidate(net, data, method)
     found = {}
@@ -33,7 +30,7 @@ def test_it_learns_the_same_under_ddp(method, as_view):
         learner = xkfac.Learner(model, memory, penalty_every=1)
         learner.begin(data)
         assert {id(one) for one in learner.protected} == {
-            id(one) for one in (*inner[0].parameters(), *inner[3].parameters())
+            id(one) for one in (*inner[place - 1].parameters(), *inner[-1].parameters())
         }
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
         model.train()
@@ -46,9 +43,9 @@ def test_it_learns_the_same_under_ddp(method, as_view):
                 return loss
 
             optimizer.step(closure)
-            assert inner[1].weight.grad is None
+            assert inner[place].weight.grad is None
         learner.close()
         assert all(one.requires_grad and not one._backward_hooks for one in inner.parameters())
-        assert torch.equal(inner[1].weight, net[1].weight)
+        assert torch.equal(inner[place].weight, net[place].weight)
         found[wrapped] = inner.state_dict()
     torch.testing.assert_close(found[True], found[False], rtol=1e-6, atol=1e-7)

@@ -15,7 +15,7 @@ def test_history_has_the_loss_and_the_penalty_of_every_sixteenth_step(tmp_path):
     memory = xkfac.consolidate(net, [batch])
     learner = xkfac.Learner(net, memory, penalty_every=1)
     learner.begin([batch])
-    with pytest.raises(xkfac.XkfacError, match="nothing was seen of this task's steps yet"):
+    with pytest.raises(xkfac.XkfacError, match="no step of this task was seen yet"):
         learner.history.plot(tmp_path / "history.png")
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     seen = {}

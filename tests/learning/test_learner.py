@@ -249,7 +249,7 @@ def test_fixed_affine_keeps_gamma_and_beta_and_lets_statistics_follow():
     assert not torch.equal(model[1].running_mean, mean)
     learner.close()
     assert all(parameter.requires_grad for parameter in model.parameters())
-    with pytest.raises(XkfacError, match="method 'fixed-affine' keeps gamma and beta where they are"):
+    with pytest.raises(XkfacError, match="method 'fixed-affine' keeps gamma and beta, which re-centring moves"):
         Learner(model, consolidate(model, data(), "fixed-affine")).begin(target(), recentre=True)
 
 
@@ -324,7 +324,7 @@ def test_methods_that_keep_gamma_and_beta_refuse_to_recentre_them_and_to_read_th
     model = mlp()
     memory = consolidate(model, data(), method)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(XkfacError, match="begin with recentre=False"):
+    with pytest.raises(XkfacError, match="pass recentre=False"):
         Learner(model, memory).begin(target(), recentre=True)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(XkfacError, match=r"leave interpretation out|interpretation='eval'"):

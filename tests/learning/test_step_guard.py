@@ -14,7 +14,7 @@ from torch import nn
 from tests.helpers.setups import data, gradients, leave_side_stream, mlp, move, started, target
 from xkfac import Balance, Calibration, Learner, consolidate
 from xkfac.errors import MismatchError, NotFiniteError, XkfacError, XkfacWarning
-from xkfac.learning.divergence import INTERVAL
+from xkfac.learning.step_guard import INTERVAL
 
 
 def undamped_penalty(learner):

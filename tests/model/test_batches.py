@@ -93,7 +93,7 @@ ERRORS = {
         "the model's forward does not take the batch's keys 'image', 'size'; pass forward=lambda model, batch",
     ),
     "a missing key": (Model(), {"mask": X, "size": X}, "does not take the batch's keys 'mask', 'size'"),
-    "labels alone": (Model(), {"labels": Y}, "holds labels alone; its inputs need keys beside label, labels"),
+    "labels alone": (Model(), {"labels": Y}, "holds labels alone; inputs need keys beside label, labels"),
     "tuple output": (Model(lambda h: (h, h)), (X, Y), "the model returned a tuple; pass forward=lambda model, batch"),
     "dict output": (Model(lambda h: {"scores": h}), (X, Y), "the model returned a dict"),
     "no logits": (Model(lambda h: Output(None)), (X, Y), "the model returned a NoneType"),

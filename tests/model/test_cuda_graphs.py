@@ -1,5 +1,6 @@
 """Curvature passes that are replayed as CUDA graphs."""
 
+import copy
 import gc
 from collections import UserDict, namedtuple
 
@@ -9,6 +10,7 @@ import torch
 from tests.helpers.setups import Everything, data, randomise
 from xkfac import XkfacError, consolidate, estimate
 from xkfac.model.batches import cloned
+from xkfac.model.constant_bn import constants_of
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -54,13 +56,33 @@ def batches():
 
 
 @CUDA
+@pytest.mark.parametrize("statistics", ["batch", "population"])
 @pytest.mark.parametrize("kind", ["xkfac", "kfac", "diagonal", "corrected"])
-def test_replays_give_the_factors_of_ordinary_passes(kind):
-    model = randomise(Everything()).cuda()
-    one, two = (estimate(model, batches(), kind, labels="empirical", graph=graph).curvature for graph in (False, True))
+def test_replays_give_the_factors_of_ordinary_passes(kind, statistics):
+    model, options = randomise(Everything()).cuda(), {"labels": "empirical", "statistics": statistics}
+    one, two = (estimate(model, batches(), kind, **options, graph=graph).curvature for graph in (False, True))
     displacements = {name: torch.randn_like(block.diagonal()) for name, block in one.blocks.items()}
     for name, product in one.product(displacements).items():
         torch.testing.assert_close(two.product(displacements)[name], product, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@CUDA
+def test_population_statistics_are_prepared_once_in_a_pass_and_give_the_factors_of_the_cpu(monkeypatch):
+    model = randomise(Everything()).double()
+    prepared = []
+    monkeypatch.setattr(
+        "xkfac.curvature.capture.constants_of", lambda *given: prepared.append(1) or constants_of(*given)
+    )
+    for _ in range(2):
+        options = {"labels": "empirical", "statistics": "population", "grouping": "hierarchical"}
+        given = [(x.double(), y) for x, y in data(3, 8, (2, 7, 7))]
+        wanted = estimate(model, given, **options).curvature
+        found = estimate(copy.deepcopy(model).cuda(), [(x.cuda(), y.cuda()) for x, y in given], **options).curvature
+        for (name, one), (_, other) in zip(found.tensors(), wanted.tensors(), strict=True):
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-8, atol=1e-10, msg=name)
+        assert 0 < len(prepared) < 5  # BN layers of images, of which the first takes part in the graph
+        prepared.clear()
+        randomise(model)
 
 
 @CUDA

@@ -250,9 +250,9 @@ def test_an_anchor_is_a_copy():
     ("other", "words"),
     [
         (lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), "1x5x5, the model's 1x6x5"),
-        (lambda: nn.Sequential(nn.Linear(4, 5), nn.Identity()), "no batch normalization '1'"),
-        (lambda: nn.Sequential(nn.Identity(), nn.BatchNorm1d(5)), "no parameter '0.weight'"),
-        (lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5)), "no parameter '0.bias'"),
+        (lambda: nn.Sequential(nn.Linear(4, 5), nn.Identity()), "lacks BN '1'"),
+        (lambda: nn.Sequential(nn.Identity(), nn.BatchNorm1d(5)), "lacks '0.weight'"),
+        (lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5)), "lacks '0.bias'"),
         (lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(6)), "number of BN channels is 5, the model's 6"),
     ],
 )

@@ -267,7 +267,7 @@ def test_a_batch_of_a_single_value_is_an_error_and_changes_nothing(shape):
     layer = xkfac.BatchRenorm1d(3)
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(
-        xkfac.UnitError, match=r"BatchRenorm1d needs more than one value a channel in training.*shape \["
+        xkfac.UnitError, match=r"BatchRenorm1d needs more than one value per channel in training.*shape \["
     ):
         layer(torch.randn(shape))
     assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())

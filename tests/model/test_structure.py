@@ -251,7 +251,7 @@ def test_a_memory_without_a_unit_has_the_penalty_of_the_others(made, tmp_path):
 
 def test_a_memory_cannot_do_without_a_part_of_a_unit_or_what_it_does_not_have():
     memory = consolidate(mlp(), data(), "xkfac")
-    with pytest.raises(UnitError, match=r"'3.weight' is penalised together .* as unit '3'; leave it out too"):
+    with pytest.raises(UnitError, match=r"'3.weight' is in unit '3' with what is left out; leave it out too"):
         memory.without("4")
     with pytest.raises(UnitError, match="'head' matches no parameter that the memory covers"):
         memory.without("head")

@@ -93,6 +93,23 @@ def test_a_bn_follows_what_is_written_into_it_and_runs_twice_or_alone(device):
     hold.remove()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_gamma_and_beta_that_are_held_get_gradients_of_zero_where_they_ask_for_any(device):
+    norm = norm_for((64, 3, 8, 8), device)
+    net, twin = nn.Sequential(norm).train(), copy.deepcopy(norm).eval()
+    FixedBn(net, held=True)
+    net.requires_grad_()
+    h = torch.randn(64, 3, 8, 8, dtype=torch.float64, device=device, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.numel()) or one, lambda one: one):
+        output = net(h)
+    assert max(kept) == 3
+    output.pow(2).sum().backward()
+    assert torch.equal(net[0].weight.grad, torch.zeros_like(twin.weight))
+    assert torch.equal(net[0].bias.grad, torch.zeros_like(twin.bias))
+    torch.testing.assert_close(h.grad, torch.autograd.grad(twin(h).pow(2).sum(), h)[0])
+
+
 def test_gamma_that_learns_gets_its_gradient():
     net, twin, _ = fixed(norm_for((4, 3, 2)))
     h = torch.randn(4, 3, 2, dtype=torch.float64)

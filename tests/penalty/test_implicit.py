@@ -195,6 +195,29 @@ def test_directions_that_are_not_stiff_are_left_alone(made, monkeypatch):
     assert fewer > 0
 
 
+def test_many_equal_eigenvalues_on_which_float32_does_not_converge(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 600), nn.Linear(600, 3))
+    memory = consolidate(model, data(1, 2, (3,)), "kfac", labels="empirical")
+    whole = torch.linalg.eigh
+
+    def fails_in_float32(matrix):
+        if matrix.dtype == torch.float32:  # as LAPACK does on some of such matrices
+            raise torch.linalg.LinAlgError("failed to converge")
+        return whole(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails_in_float32)
+    found = []
+    for net in (model, copy.deepcopy(model).double()):
+        learner = Learner(net, memory, strength=1e4)
+        torch.manual_seed(1)
+        gradients = [torch.randn_like(parameter.float()).to(parameter) for parameter in net.parameters()]
+        found.append(learner.implicit(0.3)(list(net.parameters()), gradients))
+        assert any((one - other).norm() > 0.1 for one, other in zip(found[-1], gradients, strict=True))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("large", [1, 2**20])
 def test_gradients_that_a_gpu_changes_side_by_side_are_those_of_the_cpu(large, monkeypatch):

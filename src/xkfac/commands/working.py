@@ -30,7 +30,7 @@ def demo(
 ) -> None:
     """Run the demo on scikit-learn's digits: a table, a figure and a report, in a few minutes.
 
-    A demo that was interrupted is gone on with; one that is there already is shown again.
+    A demo that was interrupted is resumed; one that is there already is shown again.
     """
     from xkfac.experiments import resume, start
     from xkfac.experiments.files import check_path
@@ -162,17 +162,17 @@ def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> Non
     """Do the work of a run with live progress; an interrupt says how to go on."""
     from xkfac.experiments.runs.progress import Display
 
-    with interruptible(folder), Display(None if quiet else Console(stderr=True)) as display:
+    with interruptible(folder), Display(Console(stderr=True, quiet=quiet)) as display:
         work(None if quiet else display.show)
 
 
 def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any]) -> None:
     """Do the work of a tuning with live progress, say what was chosen and why, and write the report."""
-    from xkfac.experiments.tuning.status import TuningDisplay
     from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, choice_cells
+    from xkfac.experiments.tuning.tuning import TuningDisplay
 
     quiet = quiet or as_json
-    with interruptible(folder), TuningDisplay(None if quiet else Console(stderr=True)) as display:
+    with interruptible(folder), TuningDisplay(Console(stderr=True, quiet=quiet)) as display:
         found = work(None if quiet else display.show)
     if as_json:
         print_json({"choices": str(folder / "choices.json"), "chosen": found})

@@ -1,7 +1,7 @@
 """The algebra of curvature blocks: products, traces, dense matrices, averages. It knows nothing of networks.
 
-A block acts on displacements of a merged weight, [groups, C, D], and stands for a symmetric positive semi-definite
-matrix a group on vec of it, rows running fastest: (A (x) H) vec(V) = vec(H V A).
+A block acts on displacements of a merged weight, [groups, C, D], and stands for one symmetric positive semi-definite
+matrix per group on vec of it, rows running fastest: (A (x) H) vec(V) = vec(H V A).
 """
 
 from __future__ import annotations
@@ -293,10 +293,7 @@ def _averaged(
 ) -> tuple[Term, ...]:
     """Return the averages of two sums of terms, term by term."""
     if len(ours) != len(theirs):
-        raise XkfacError(
-            f"factors of {len(ours)} and {len(theirs)} terms have no average; estimate both the same way, or keep all "
-            "terms"
-        )
+        raise XkfacError(f"{len(ours)} and {len(theirs)} terms have no average; estimate both alike, or keep all terms")
     first, second = ours[-1], theirs[-1]
     rooted = len(ours) > 1 and first.low_rank and second.low_rank and first.left.shape == second.left.shape
     dense = list(zip(ours, theirs, strict=True))[: -1 if rooted else None]
@@ -352,15 +349,15 @@ def khatri_rao(named: Mapping[str, Tensor], rows: Sequence[int], columns: Sequen
 def eigenbasis(left: Tensor, right: Tensor, *, empty: bool = False) -> Corrected:
     """Return the eigenbasis of A [groups, D, D] and H [groups, C, C]; its scales are those of A (x) H.
 
-    With `empty` all is there but the numbers.
+    With `empty` shapes and dtypes are right, and the numbers are void.
     """
-    sides = [(one[..., 0], one) if empty else _eigh(one) for one in (left, right)]
+    sides = [(one[..., 0], one) if empty else eigh(one) for one in (left, right)]
     (left_values, left_vectors), (right_values, right_vectors) = sides
     scales = right_values[:, :, None] * left_values[:, None, :]
     return Corrected(left_vectors, right_vectors, left_values, right_values, scales)
 
 
-def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues, none negative, and eigenvectors of positive semi-definite matrices [..., F, F].
 
     In float64: of factors of low rank, with their many equal eigenvalues, float32 may not converge. Where float64 does

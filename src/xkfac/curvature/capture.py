@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from xkfac.curvature.collectors import Collectors
 from xkfac.curvature.moments import ONE
 from xkfac.errors import UnitError
-from xkfac.model.constant_bn import is_constant, normalised
+from xkfac.model.constant_bn import Constants, constants_of, is_constant, normalised
 from xkfac.model.merged_weight import norm_input
 from xkfac.model.passes import device_of, full_precision
 from xkfac.model.tracing import Trace, read_call
@@ -27,16 +27,6 @@ _REST = (("training", False), ("momentum", 0.1), ("eps", 1e-5))  # of the argume
 def _exactly(device: torch.device) -> AbstractContextManager[Any]:
     """Return `full_precision`, or nothing where nothing would be rounded: a unit needs this twice a batch."""
     return full_precision(device) if torch.is_autocast_enabled(device.type) else _NOTHING
-
-
-def _normalised(
-    input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, *rest: Any, **more: Any
-) -> Tensor:
-    """Do what `F.batch_norm` does, in less time where its statistics are the population's."""
-    training, _, eps = (*rest, *(more.get(name, own) for name, own in _REST[len(rest) :]))
-    if training or not is_constant(input, running_mean, weight, bias):
-        return F.batch_norm(input, running_mean, running_var, weight, bias, *rest, **more)
-    return normalised(input, running_mean, running_var, weight, bias, eps)
 
 
 class Capture(Trace):
@@ -54,6 +44,7 @@ class Capture(Trace):
         self._calls: dict[str, int] = {}
         self._inputs: dict[str, list[Tensor]] = {}
         self._gradients: dict[str, dict[int, Tensor]] = {}
+        self._constants: dict[str, tuple[Tensor, Constants]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -76,7 +67,27 @@ class Capture(Trace):
         if unit.weight is None:
             self._see_input(unit, input)
         first = self._wake(input, getattr(self.model.get_submodule(path), "bias", None))
-        return self._tap(unit, _normalised(*args, **kwargs), first)
+        return self._tap(unit, self._normalised(path, *args, **kwargs), first)
+
+    def _normalised(
+        self,
+        path: str,
+        input: Tensor,
+        running_mean: Any,
+        running_var: Any,
+        weight: Any = None,
+        bias: Any = None,
+        *rest: Any,
+        **more: Any,
+    ) -> Tensor:
+        """Do what `F.batch_norm` does, in less time where its statistics are the population's, which stand still."""
+        training, _, eps = (*rest, *(more.get(name, own) for name, own in _REST[len(rest) :]))
+        if training or not is_constant(input, running_mean, weight, bias):
+            return F.batch_norm(input, running_mean, running_var, weight, bias, *rest, **more)
+        known = self._constants.get(path)
+        if input.is_cuda and (known is None or known[0] is not running_var):
+            known = self._constants[path] = running_var, constants_of([running_var], [eps])[0]
+        return normalised(input, running_mean, running_var, weight, bias, eps, known and known[1])
 
     def begin_batch(self, examples: int) -> None:
         """Forget the graph of the batch before."""

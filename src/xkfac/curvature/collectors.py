@@ -37,7 +37,7 @@ class Collector(ABC):
 
     @abstractmethod
     def inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Take a batch's inputs, one tensor a call of the unit."""
+        """Take a batch's inputs, one tensor per call of the unit."""
 
     @abstractmethod
     def gradients(self, gradients: Sequence[Tensor], draw: Draw) -> None:

@@ -92,6 +92,8 @@ def estimate(
 
     Raises UnitError for a network, XkfacError for arguments or data, that cannot be treated.
     """
+    if accumulation_dtype not in (None, torch.float32, torch.float64):
+        raise XkfacError(f"accumulation_dtype is {accumulation_dtype}; it must be torch.float32 or torch.float64")
     settings = replace(settings if isinstance(settings, Settings) else Settings(settings), **options)
     finding: dict[str, Any] = {"merge": merge, "per_parameter": per_parameter, "exclude": as_patterns(exclude)}
     check_loaded(unwrap(model))
@@ -100,7 +102,7 @@ def estimate(
         settings,
         get_likelihood(likelihood),
         forward or default_forward,
-        torch.empty(0, dtype=_checked(accumulation_dtype) or widest_dtype(model), device=device_of(model)),
+        torch.empty(0, dtype=accumulation_dtype or widest_dtype(model), device=device_of(model)),
         seed,
         lambda batch: find_units(model, batch, **finding, forward=run.checked),
         graph,
@@ -108,7 +110,9 @@ def estimate(
     )
     if graph and device_of(run.model).type != "cuda":
         raise XkfacError("graph=True needs the model on a CUDA device; leave it out")
-    run.join(finding)
+    if run.processes is not None:
+        own = {"accumulation_dtype": run.like.dtype, "seed": seed, "graph": graph, "likelihood": run.likelihood.name}
+        run.processes.agree({**vars(settings), **finding, **own, **run.likelihood.arguments})
     with untouched(run.model), norms_per_process(run.model):
         feed = {"max_batches": max_batches, "progress": progress}
         collectors, examples = run.over(loader, run.first_collector, **feed)
@@ -140,12 +144,6 @@ def _warn_of_zero(zero: list[str]) -> None:
         )
 
 
-def _checked(dtype: Any) -> torch.dtype | None:
-    if dtype in (None, torch.float32, torch.float64):
-        return dtype  # type: ignore[no-any-return]
-    raise XkfacError(f"accumulation_dtype is {dtype}; a curvature is accumulated in torch.float32 or torch.float64")
-
-
 @dataclass
 class _Run:
     """One estimate: passes over the data with collectors for the units."""
@@ -161,13 +159,6 @@ class _Run:
     processes: Processes | None = None
     coverage: Coverage | None = None
     draws: Draws = field(init=False)
-
-    def join(self, finding: dict[str, Any]) -> None:
-        """Make sure that the processes of a shared pass mean the same one."""
-        if self.processes is not None:
-            likelihood = {"likelihood": self.likelihood.name, **self.likelihood.arguments}
-            own = {"accumulation_dtype": self.like.dtype, "seed": self.seed, "graph": self.graph}
-            self.processes.agree({**vars(self.settings), **finding, **likelihood, **own})
 
     def checked(self, model: nn.Module, batch: Any) -> Tensor:
         """Run the model on a batch, and check that its output is one of the likelihood's."""
@@ -241,7 +232,10 @@ class _Run:
             if capture is None:
                 capture = Capture(self.model, self.coverage.units, self._collectors(collector))
                 hooks.enter_context(capture.hooked())
-                self._only_free_gradients()
+                # A unit needs the gradients of its output, not of its weight.
+                self.model.requires_grad_(False)
+                for unit in self._free():
+                    self.model.get_parameter(unit.name).requires_grad_()
                 work = partial(self._batch, capture, cotangents)
                 if self.graph:
                     work = Replayed(work, generator)
@@ -276,12 +270,6 @@ class _Run:
     def _free(self) -> list[Unit]:
         assert self.coverage is not None
         return [unit for unit in self.coverage.units if unit.kind == "free"]
-
-    def _only_free_gradients(self) -> None:
-        """Ask for the gradients of free parameters alone: a unit needs those of its output, not of its weight."""
-        self.model.requires_grad_(False)
-        for unit in self._free():
-            self.model.get_parameter(unit.name).requires_grad_()
 
     def _batch(self, capture: Capture, cotangents: Cotangents, batch: Any) -> None:
         size = size_of(batch)

@@ -18,11 +18,8 @@ def rounds(like: Tensor) -> bool:
     At "high" they are of TF32, which torch sees to by itself. Factors alone are rounded; sums are float32, and torch
     before 2.8, which cannot sum products of bfloat16 so, rounds nothing here.
     """
-    can = like.is_cuda and like.dtype == torch.float32 and hasattr(torch.ops.aten.bmm, "dtype")
-    return can and _is_medium()
-
-
-def _is_medium() -> bool:
+    if not (like.is_cuda and like.dtype == torch.float32 and hasattr(torch.ops.aten.bmm, "dtype")):
+        return False
     try:
         return torch.get_float32_matmul_precision() == "medium"
     except RuntimeError:

@@ -137,11 +137,11 @@ def _summed(image: Tensor) -> Tensor:
 class Deviations:
     """Accumulates the moments of patches x of images, for the levels of K-FAC, or of a grouping in the mean form.
 
-    They are taken from an image that is the same for all batches of one size: y = x - o with the first batch's mean o,
-    or zero for K-FAC and for images that are rounded for their products, unless that is far from them: a difference is
-    more to write than a rounded copy. All groupings share sum y y^T and sum_n y, which is one pass over an image, and
-    what follows from o is added once, at the end. Means over positions are linear in the image, so that they are read
-    off it as well: within an example, sum_s (y - mean y)^2 = sum_s y^2 - S (mean y)^2.
+    Images are taken relative to an origin o that is the same for all batches of one size: y = x - o. The origin is the
+    mean of the first batch. It is zero for K-FAC, and for images that are rounded before their products unless zero is
+    far from them, since a difference costs more to write than a rounded copy. All groupings share sum y y^T and
+    sum_n y, which is one pass over an image, and what follows from o is added once, at the end. Means over positions
+    are linear in the image and are read off it: within an example, sum_s (y - mean y)^2 = sum_s y^2 - S (mean y)^2.
     """
 
     def __init__(self, patches: Patches, levels: tuple[Level, ...]) -> None:

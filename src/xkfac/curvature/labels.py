@@ -45,12 +45,8 @@ class Cotangents:
         scale = 1 / self.likelihood.predictions(output)
         if self.labels == "sampled":
             for place in range(self.draws):
-                draw = Draw(scale / self.draws, place, self.draws)
-                yield (
-                    self.likelihood.score(output, self.likelihood.sample(output, self.generator)),
-                    draw,
-                    place + 1 < self.draws,
-                )
+                score = self.likelihood.score(output, self.likelihood.sample(output, self.generator))
+                yield score, Draw(scale / self.draws, place, self.draws), place + 1 < self.draws
         elif self.labels == "empirical":
             yield self.likelihood.score(output, self._given(output, batch)), Draw(scale), False
         else:

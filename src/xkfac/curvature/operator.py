@@ -30,9 +30,9 @@ class Settings:
     kind: `xkfac` or `kfac` factors, the `diagonal` (EWC, from batch gradients), or `corrected`: the Fisher's exact
         variances in a Kronecker eigenbasis (two passes over the data).
     form, grouping: which XK-FAC (see `curvature.moments`): the paper's, or `mean`, and `pooled`, `hierarchical`.
-    labels: `sampled` from the model (unbiased, one backward pass a draw); `exact`, all examples and classes (for tests
-        and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a network
-        fits its training data.
+    labels: `sampled` from the model (unbiased, one backward pass per draw); `exact`, all examples and classes (for
+        tests and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a
+        network fits its training data.
     draws: label draws per batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 per
         batch. H'' gets one sample per draw: its rank is at most their number.
     statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
@@ -171,14 +171,10 @@ class Curvature:
         for name in dict.fromkeys([*self.blocks, *other.blocks]):
             one, two = self.blocks.get(name), other.blocks.get(name)
             blocks[name] = _combine(name, one, two, own, others, keep_all, name in homogeneous)
-        joint = self.joint
-        if joint is not None and other.joint is not None:
-            extended = [name in homogeneous for name in self.joint_units]
-            joint = (
-                joint.scale(own).join(other.joint.scale(others))
-                if keep_all
-                else joint.average(other.joint, own, others, homogeneous=extended)
-            )
+        joint, extended = None, [name in homogeneous for name in self.joint_units]
+        if self.joint is not None:
+            units = " and ".join(self.joint_units)
+            joint = _combine(units, self.joint, other.joint, own, others, keep_all, extended)
         return Curvature(blocks, joint, self.joint_units)
 
 
@@ -187,22 +183,16 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: bool, homogeneous: bool) -> Block:
+def _combine(name: str, a: Any, b: Any, own: float, others: float, keep_all: bool, homogeneous: Any) -> Any:
     if a is None or b is None:
-        present: Block = b.scale(others) if a is None else a.scale(own)
-        return present
+        return b.scale(others) if a is None else a.scale(own)
     if type(a) is not type(b):
         raise XkfacError(
             f"unit '{name}' has a {type(a).__name__} block on one side and a {type(b).__name__} block on the other; "
             "estimate both the same way"
         )
+    by_means = {"homogeneous": homogeneous} if isinstance(a, (Kronecker, KhatriRao)) else {}
     try:
-        if keep_all:
-            combined: Block = a.scale(own).join(b.scale(others))
-        elif isinstance(a, Kronecker):
-            combined = a.average(b, own, others, homogeneous=homogeneous)
-        else:
-            combined = a.average(b, own, others)
+        return a.scale(own).join(b.scale(others)) if keep_all else a.average(b, own, others, **by_means)
     except XkfacError as error:
         raise XkfacError(f"unit '{name}': {error}") from None
-    return combined

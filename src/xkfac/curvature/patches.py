@@ -122,7 +122,7 @@ class Patches:
         return input.flatten(1, -2).mT if self.unit.kind == "linear" else input.flatten(2)
 
     def is_row(self, image: Tensor) -> bool:
-        """Whether the patches of an image are its rows: a linear layer's inputs, one an example."""
+        """Whether the patches of an image are its rows: a linear layer's inputs, one per example."""
         return self.convolution is _POINT and self.groups == 1 and image.shape[2] == 1
 
     def positions(self, image: Tensor) -> int:

@@ -27,22 +27,20 @@ class Processes:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.device = device_of(parallel)
 
-    def gathered(self, number: int) -> list[int]:
-        """Return the number that each process gives."""
-        own = torch.tensor([number], device=self.device)
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        """Return the tensor of each process, all of one shape."""
         every = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(every, own, group=self.group)
-        return [int(one) for one in every]
+        return every
 
     def exchanged(self, value: Any) -> list[Any]:
         """Return the small value that each process gives, as JSON has it: what were tuples are lists."""
         own = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
-        sizes = self.gathered(own.numel())
+        sizes = [int(size) for size in self._gathered(torch.tensor([own.numel()], device=self.device))]
         padded = own.new_zeros(max(sizes))
         padded[: own.numel()] = own
-        every = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(every, padded, group=self.group)
-        return [json.loads(bytes(one[:size].tolist())) for one, size in zip(every, sizes, strict=True)]
+        every = zip(self._gathered(padded), sizes, strict=True)
+        return [json.loads(bytes(one[:size].tolist())) for one, size in every]
 
     def agree(self, settings: Mapping[str, Any]) -> None:
         """Raise XkfacError, on every process, for the first setting that two processes have differently."""
@@ -72,7 +70,7 @@ class Processes:
         return symmetric(self.total(triangle(matrices)))
 
     def copy_of(self, tensor: Tensor, owner: int = 0) -> Tensor:
-        """Return a copy of the owner's tensor; that of another process says shape and dtype."""
+        """Return a copy of the owner's tensor; on other processes `tensor` gives its shape and dtype."""
         copy = tensor.detach().contiguous().clone()
         dist.broadcast(copy, dist.get_global_rank(self.group, owner), group=self.group)
         return copy

@@ -109,6 +109,14 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
+def write_file(path: Path, content: bytes, error: type[XkfacError] = XkfacError, remedy: str = "free space") -> None:
+    """Write a file as `replace_file` does; raises `error`, with the reason and the remedy, when that fails."""
+    try:
+        replace_file(path, content)
+    except OSError as fault:
+        raise error(f"'{path}' could not be written ({fault.strerror}); {remedy}, or choose another folder") from None
+
+
 @contextlib.contextmanager
 def locked(path: Path, *, shared: bool = False, wait: float = 0.0) -> Iterator[int | None]:
     """Lock a file, made if need be, for as long as this lasts; yield its descriptor, or None where others hold it.

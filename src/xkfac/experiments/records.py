@@ -10,7 +10,7 @@ Percent = Annotated[float, Range("a number from 0 to 100", lambda value: 0 <= va
 Place = Annotated[str, Range("'cpu' or 'cuda'", re.compile(r"cpu|cuda(:\d{1,3})?").fullmatch)]
 MemoryName = Annotated[str, Range("the name of a memory file", re.compile(r"memory-\d+\.safetensors").fullmatch)]
 
-# run.json, of which more is noted than is used. Runs of earlier versions have no digest of their recipe.
+# run.json holds more than is checked here. Runs of earlier versions have no digest of their recipe.
 FACTS = Record(
     {"place": Place, "data": str | None},
     free={"classes": dict[str, int], "tuning": Record({"scatter": bool}, more=True), "recipe_sha256": str},

@@ -109,9 +109,7 @@ class XKFACCallback(Callback):  # type: ignore[misc]
         if self._loader is not None:
             return self._loader
         if isinstance(trainer.train_dataloader, (dict, list, tuple)):
-            raise XkfacError(
-                "the trainer has several training loaders; pass XKFACCallback(memory, loader=...) batches of the target"
-            )
+            raise XkfacError("the trainer has several loaders; name the target's: XKFACCallback(memory, loader=...)")
         return _TrainingBatches(trainer)
 
 

@@ -87,11 +87,6 @@ class XKFACMixin:
         state = torch.load(path, map_location=self.args.device)
         self.learner.load_state_dict(state, sgd if state.get("implicit") else None)
 
-    def save_learner(self: Any, folder: Path) -> None:
-        """Write the state of the learner into the folder of a checkpoint."""
-        if self.learner is not None:
-            torch.save(self.learner.state_dict(), folder / STATE_FILE)
-
     def compute_loss(
         self: Any,
         model: nn.Module,
@@ -136,8 +131,9 @@ class _Moments(TrainerCallback):  # type: ignore[misc]
         self._trainer.begin()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self._trainer.save_learner(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+        learner = self._trainer.learner
+        if state.is_world_process_zero and learner is not None:
+            torch.save(learner.state_dict(), Path(args.output_dir, f"checkpoint-{state.global_step}", STATE_FILE))
 
 
 class XKFACTrainer(XKFACMixin, Trainer):  # type: ignore[misc]

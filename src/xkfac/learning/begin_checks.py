@@ -21,10 +21,7 @@ _TOLERANCE = 1e-5  # of a unit's merged weight: what float32 leaves of it on ano
 def check_recentring(method: Method, recentre: bool, has_data: bool) -> None:
     """Raise XkfacError where a method cannot re-centre, or has no data for it."""
     if recentre and (method.fixed_bn or method.fixed_affine or method.per_parameter):
-        raise XkfacError(
-            f"method '{method.name}' keeps gamma and beta where they are, and re-centring moves them; begin with "
-            "recentre=False"
-        )
+        raise XkfacError(f"method '{method.name}' keeps gamma and beta, which re-centring moves; pass recentre=False")
     if recentre and not has_data:
         raise XkfacError(f"method '{method.name}' re-centres BN on the target: begin needs its loader")
 
@@ -67,9 +64,11 @@ def check_at_anchor(bound: Mapping[str, BoundUnit], anchor: Mapping[str, Tensor]
     """
     for name, one in bound.items():
         wanted = anchor[name]
+        parts = [tensor for tensor in (*one.parameters(), *one.statistics(), wanted) if tensor.is_floating_point()]
+        coarsest = max(torch.finfo(tensor.dtype).eps for tensor in parts)
         distance = (one.merged_weight() - wanted).norm()
         size = wanted.norm() + _cancelled(one)
-        allowed = max(_TOLERANCE, 2 * _resolution(one, wanted)) if tolerance is None else tolerance
+        allowed = max(_TOLERANCE, 2 * coarsest) if tolerance is None else tolerance
         if not bool(distance <= allowed * size):
             raise MismatchError(
                 f"the weights or BN statistics of unit '{name}' are {float(distance / size):.1e} (relative) away from "
@@ -86,12 +85,6 @@ def _cancelled(one: BoundUnit) -> Tensor | float:
     scale = (norm.running_var.float() + norm.eps).rsqrt() * (1.0 if norm.weight is None else norm.weight.float())
     size: Tensor = (scale * norm.running_mean.float()).norm()
     return size if norm.bias is None else size + norm.bias.float().norm()
-
-
-def _resolution(one: BoundUnit, wanted: Tensor) -> float:
-    """Return the coarsest relative rounding of what a unit's merged weight is made of and compared with."""
-    tensors = [tensor for tensor in (*one.parameters(), *one.statistics(), wanted) if tensor.is_floating_point()]
-    return max(torch.finfo(tensor.dtype).eps for tensor in tensors)
 
 
 def check_not_replaced(model: nn.Module, bound: Mapping[str, BoundUnit]) -> None:

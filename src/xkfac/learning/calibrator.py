@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from xkfac.calibration import RISE, Calibration, CurvePoint
 from xkfac.errors import XkfacError
-from xkfac.learning.extending import with_options
 from xkfac.learning.learner import Learner
-from xkfac.memory import Memory
+from xkfac.memory import Memory, with_options
 from xkfac.model.batches import Forward, default_forward, to_device
 from xkfac.model.likelihood import Likelihood
 from xkfac.model.merged_weight import bind

@@ -1,6 +1,6 @@
 """What a task does to a network's BN: parameters that stand still, statistics that follow slowly."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,10 @@ from xkfac.model.passes import norms_of, parallel_of, unwrap
 class HeldBN:
     """Treats every BN of a network as a method does, until `release`.
 
-    momentum: that of running statistics which follow the target, None for BN's own.
+    momentum: that of running statistics which follow the target, None for BN's own. Gamma and beta that a method keeps
+    stay where they are, whatever the optimizer. DistributedDataParallel, made while they required gradients, waits for
+    these in every step. They then get gradients of zero, which are dropped once all processes have theirs: an
+    optimizer would apply weight decay.
     """
 
     def __init__(self, model: nn.Module, method: Method, momentum: float | None) -> None:
@@ -23,37 +26,20 @@ class HeldBN:
             norm.momentum = momentum
         affine = [parameter for norm in norms for parameter in norm.parameters(recurse=False)]
         held = affine if method.fixed_bn or method.fixed_affine else []
-        self._frozen = Frozen(held, waited_for=parallel_of(model) is not None)
-
-    def release(self) -> None:
-        """Give BN its momentum and its parameters their gradients back."""
-        self._frozen.release()
-        for norm, momentum in self._momenta:
-            norm.momentum = momentum
-
-
-class Frozen:
-    """Keeps parameters where they are, whatever the optimizer, until `release`.
-
-    waited_for: DistributedDataParallel was made while they required gradients, and waits for these in every step. They
-    then get gradients of zero, which are dropped once all processes have theirs: an optimizer would apply weight decay.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], waited_for: bool) -> None:
-        parameters = list(parameters)
-        self._learning = [parameter for parameter in parameters if parameter.requires_grad]
-        self._handles: list[Any] = []
-        if waited_for:
-            self._handles = [one.register_hook(_zeroing(one)) for one in self._learning]  # type: ignore[no-untyped-call]
-        for parameter in parameters:
+        self._learning = [parameter for parameter in held if parameter.requires_grad]
+        waited_for = parallel_of(model) is not None
+        self._handles = [one.register_hook(_zeroing(one)) for one in self._learning] if waited_for else []
+        for parameter in held:
             parameter.requires_grad_(parameter.requires_grad and waited_for).grad = None
 
     def release(self) -> None:
-        """Let the parameters learn again."""
+        """Give BN its momentum and its parameters their gradients back."""
         for handle in self._handles:
             handle.remove()
         for parameter in self._learning:
             parameter.requires_grad_(True)
+        for norm, momentum in self._momenta:
+            norm.momentum = momentum
 
 
 def _zeroing(parameter: nn.Parameter) -> Callable[[Tensor], Tensor]:

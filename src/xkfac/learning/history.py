@@ -25,15 +25,11 @@ class History:
         Raises XkfacError where nothing was seen yet, or matplotlib is missing.
         """
         if not self.steps:
-            raise XkfacError(
-                "nothing was seen of this task's steps yet, so there is nothing to draw; train 16 steps first"
-            )
+            raise XkfacError("no step of this task was seen yet, so there is nothing to draw; train 16 steps first")
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            raise XkfacError(
-                "a plot of the history needs matplotlib; install it with 'pip install matplotlib'"
-            ) from None
+            raise XkfacError("a plot of the history needs matplotlib: pip install matplotlib") from None
         rows = {"loss of the target": self.losses, "penalty": self.penalties}
         if self.over_radius:
             rows["penalty / radius"] = self.over_radius

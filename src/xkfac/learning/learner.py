@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from numbers import Real
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from xkfac.errors import XkfacError
 from xkfac.learning.balance import Balance
 from xkfac.learning.begin_checks import check_at_anchor, check_batch, check_not_replaced, check_recentring
-from xkfac.learning.extending import Keep, check_keep, extended, with_options
 from xkfac.learning.held_bn import HeldBN
 from xkfac.learning.history import History
 from xkfac.learning.implicit_steps import ImplicitSteps
 from xkfac.learning.step_guard import StepGuard
-from xkfac.memory import Memory
+from xkfac.memory import Memory, estimate_for, with_options
 from xkfac.methods import get_method
 from xkfac.model.batches import Forward
 from xkfac.model.likelihood import Likelihood
@@ -26,6 +25,8 @@ from xkfac.model.streams import Stream
 from xkfac.penalty.implicit import Implicit
 from xkfac.penalty.step import PenalisedStep
 from xkfac.routing.router import Router
+
+Keep = Literal["average", "all"]
 
 
 class Learner:
@@ -78,12 +79,15 @@ class Learner:
         self.method = memory.method
         if interpretation is not None:
             self.method = get_method(self.method, interpretation=interpretation)
-            if interpretation != memory.method.interpretation and not self._reads_merged_weights:
+            merged = self.method.penalised and not (self.method.per_parameter or self.method.fixed_bn)
+            if interpretation != memory.method.interpretation and not merged:
                 raise XkfacError(
                     f"method '{self.method.name}' penalises no merged weights that could be read as "
                     f"'{interpretation}'; leave interpretation out"
                 )
-        self.importance = importance if importance is not None else self._default_importance()
+        tasks = memory.tasks
+        default = (tasks / (tasks + 1), 1 / (tasks + 1)) if self.method.penalised else (0.0, 1.0)
+        self.importance = default if importance is None else importance
         self.strength = strength
         self.balance = balance
         if balance is not None:
@@ -99,16 +103,6 @@ class Learner:
         self._begun = self._closed = False
         radius = None if memory.calibration is None else memory.calibration.radius
         self._guard = StepGuard(self.model, self._step, radius, self.stable_lr)
-
-    @property
-    def _reads_merged_weights(self) -> bool:
-        return self.method.penalised and not (self.method.per_parameter or self.method.fixed_bn)
-
-    def _default_importance(self) -> tuple[float, float]:
-        if not self.method.penalised:
-            return 0.0, 1.0
-        tasks = self.memory.tasks
-        return tasks / (tasks + 1), 1 / (tasks + 1)
 
     def begin(
         self,
@@ -128,7 +122,7 @@ class Learner:
         memory. With `recentre=False` no data is needed, and this is left to `finish`. The network must be at the
         memory's anchor, up to rounding, or a relative `tolerance` for each unit. forward: kept for `finish`.
         optimizer: SGD, whose steps are made `implicit` in the penalty until `finish`, for learning rates up to the
-        largest that it, or its scheduler, has now: a strong penalty then bears what the target needs.
+        largest that it, or its scheduler, has now: a strong penalty then allows the learning rate that a target needs.
 
         Raises MismatchError when the network has other weights, statistics or units, XkfacError when `loader` is
         missing, the method cannot re-centre, or the optimizer is none that can be made implicit.
@@ -177,8 +171,7 @@ class Learner:
         """
         penalty, source, target = self._next(loss, share)
         self._guard.see(self.last_penalty, loss)
-        if self.balance is not None:
-            self._rebalance(loss)
+        self._rebalance(loss)
         if penalty is None:
             return loss * target  # type: ignore[no-any-return]
         if self.balance is None:
@@ -198,8 +191,7 @@ class Learner:
         penalty, source, target = self._next(loss, scale)
         mean = loss.detach() if scale is None else loss.detach() / scale
         self._guard.see(self.last_penalty, mean)
-        if self.balance is not None:
-            self._rebalance(mean)
+        self._rebalance(mean)
         loss.mul_(target if scale is None else target / scale)
         return loss if penalty is None else loss.add_(penalty * source)
 
@@ -223,14 +215,14 @@ class Learner:
             self.objective(loss, share).backward()  # type: ignore[no-untyped-call]
             return
         self._check_step(loss)
-        self._guard.before_backward(share)
+        if share is None:
+            self._guard.accumulation.before_backward()
         penalty = self._step.backward(loss, *self._factors(share))
-        self._guard.after_backward()
+        self._guard.accumulation.after_backward()
         if penalty is not None:
             self.last_penalty = penalty
         self._guard.see(self.last_penalty, loss)
-        if self.balance is not None:
-            self._rebalance(loss)
+        self._rebalance(loss)
 
     def captures(self, steps: int) -> None:
         """Say, when a capture begins, that so many steps in a row, a multiple of `penalty_every`, become one graph."""
@@ -299,9 +291,9 @@ class Learner:
         return source / self.balance.alpha_s, target / self.balance.alpha_t
 
     def _rebalance(self, loss: Tensor) -> None:
-        source, target = self.importance
-        assert self.balance is not None
-        self.balance.update(self.last_penalty, loss.detach(), (source * self.strength, target))
+        if self.balance is not None:
+            source, target = self.importance
+            self.balance.update(self.last_penalty, loss.detach(), (source * self.strength, target))
 
     def finish(
         self,
@@ -326,26 +318,28 @@ class Learner:
 
         Raises XkfacError where nothing has protected the past, since `objective` was never called.
         """
-        check_keep(keep)
+        if keep not in get_args(Keep):
+            raise XkfacError(f"keep is {keep!r}; it must be 'average' or 'all'")
         if not self._closed:
             self._guard.check_learnt()
         self.close()
         memory = with_options(self.memory, likelihood=likelihood, exclude=exclude, forward=forward)
         if router is not None:
             router.add_task(router.active_task, loader, max_batches=max_batches, progress=progress)
-        return extended(
-            memory,
+        new = estimate_for(
             self.method,
             self._wrapped,
             loader,
-            self.importance,
-            keep,
+            likelihood=memory.likelihood,
+            exclude=memory.exclude,
+            forward=memory.forward,
             max_batches=max_batches,
             accumulation_dtype=accumulation_dtype,
             seed=seed,
             progress=progress,
             graph=graph,
         )
+        return memory.extend(self.model, new, weights=self.importance, keep_all=keep == "all")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint in the middle of a task needs beside the model's and the optimizer's state."""

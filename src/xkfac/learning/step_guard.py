@@ -1,23 +1,32 @@
 """Guards the training steps of a learner: each is checked for what would go wrong without a word."""
 
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from xkfac.errors import NotFiniteError, XkfacError
+from xkfac.errors import NotFiniteError, XkfacError, XkfacWarning
 from xkfac.learning.begin_checks import check_not_replaced
-from xkfac.learning.divergence import Monitor, StartingPoint, blamed_norm
+from xkfac.learning.divergence import Look, StartingPoint, blamed_norm
+from xkfac.learning.history import History
 from xkfac.learning.step_checks import Accumulation, check_loss, check_reduction
 from xkfac.penalty.step import PenalisedStep
+
+INTERVAL = 16
+"""Steps from one look at the penalty to the next."""
+
+LOST = 2.0
+"""L_s without damping, in nats, above which past tasks are lost; the real rise of their loss is rather larger."""
 
 
 class StepGuard:
     """Checks losses, layers, gradients that add up, and the penalty of steps, as little as it can in each.
 
-    radius: that of the memory's calibration, None without one. stable_lr: gives the learner's, where the network is. No
-    step is synchronised, and a compiled one is not looked at. `stepped` is whether there was any step.
+    radius: the largest penalty without damping up to which the memory's calibration follows the real loss, None without
+    one. stable_lr: gives the learner's, where the network is. No step is synchronised, and a compiled one is not looked
+    at. `stepped` is whether there was any step.
     """
 
     def __init__(
@@ -29,11 +38,13 @@ class StepGuard:
     ) -> None:
         self._model, self._step = model, step
         self._radius, self._stable_lr = radius, stable_lr
-        self._monitor = Monitor(radius)
-        self.history = self._monitor.history
-        self._starting_point: StartingPoint | None = None
-        self._accumulation = Accumulation(None)
+        self.history = History()
+        self.accumulation = Accumulation(None)
         self.stepped = False
+        self._starting_point: StartingPoint | None = None
+        self._look: Look | None = None
+        self._steps = self._looked_at = 0
+        self._warned_of_radius = self._warned_of_loss = False
 
     def before_step(self, loss: Tensor) -> None:
         """Check the loss, and at the first step what need not be checked again.
@@ -50,34 +61,76 @@ class StepGuard:
         self._starting_point = StartingPoint(self._step.bound.values())
         weights = [one.weight for one in self._step.bound.values() if one.unit.weight is not None]
         leaves = (weight for weight in weights if weight.is_leaf and weight.requires_grad)
-        self._accumulation = Accumulation(next(leaves, None))
+        self.accumulation = Accumulation(next(leaves, None))
 
     def watch_backward(self, penalty: Tensor, share: float | Tensor | None) -> None:
         """Look at gradients when the backward pass of a penalty comes, unless the share of a step is given."""
-        accumulation = self._accumulation
+        accumulation = self.accumulation
         if torch.compiler.is_compiling():
             return
         if share is None and accumulation.looks and penalty.requires_grad:
             penalty.register_hook(lambda _: accumulation.before_backward())  # type: ignore[no-untyped-call]
 
-    def before_backward(self, share: float | None) -> None:
-        """Look at gradients, since a backward pass is about to begin."""
-        if share is None:
-            self._accumulation.before_backward()
-
-    def after_backward(self) -> None:
-        """Look at gradients, since the penalty's were added to them after a backward pass."""
-        self._accumulation.after_backward()
-
     def see(self, penalty: Tensor, loss: Tensor) -> None:
-        """Look at the penalty of a step, or of one before, and at its loss.
+        """Take in L_s and L_t of a step; look at those of every `INTERVAL`-th step once the device has worked them out.
 
-        Raises NotFiniteError for one that is not finite any more.
+        Warns once of a penalty beyond the radius, and once of one that says that the past is lost. Nothing is looked at
+        while a CUDA graph is captured.
+
+        Raises NotFiniteError for a penalty that is not finite any more.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._step.bound:
             return
-        if self._step.bound and not self._monitor.is_finite(penalty, loss, self._step.undamped):
+        if penalty.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        self._steps += 1
+        if self._look is None and self._steps % INTERVAL == 0:
+            values = [penalty, loss] if self._radius is None else [penalty, loss, self._step.undamped()]
+            self._look = Look(torch.stack([value.detach().to(penalty.dtype) for value in values]))
+            self._looked_at = self._steps
+        if self._look is None or not self._look.is_there():
+            return
+        value, seen, *undamped = self._look.values()
+        self._look = None
+        self.history.steps.append(self._looked_at)
+        self.history.penalties.append(value)
+        self.history.losses.append(seen)
+        if LOST < value < math.inf and not self._warned_of_loss:
+            self._judge_loss(self._step.undamped().item())
+        for one in undamped:
+            self.history.over_radius.append(one / self._radius if self._radius else math.inf)
+            self._judge_radius(one)
+        if not math.isfinite(value):
             raise self._diverged()
+
+    def _judge_loss(self, undamped: float) -> None:
+        """Warn once, in the user's line, of a penalty without damping that says that the past is lost."""
+        if not undamped > LOST:
+            return
+        self._warned_of_loss = True
+        warnings.warn(
+            f"after {self._looked_at} steps the penalty is {undamped:.2g}, the nats by which it predicts the loss of "
+            "past tasks to have risen, so they are likely lost; start again with a lower learning rate, for SGD at "
+            "most half of learner.stable_lr(momentum), or, if the target is of another kind than the past, with "
+            "task-specific BN (method='own-bn')",
+            XkfacWarning,
+            stacklevel=4,
+        )
+
+    def _judge_radius(self, undamped: float) -> None:
+        """Warn once, in the user's line, of a penalty without damping that is beyond the radius."""
+        radius = self._radius
+        if radius is None or self._warned_of_radius or not undamped > radius:
+            return
+        self._warned_of_radius = True
+        times = f"{undamped / radius:.2g} times" if radius else "beyond"
+        warnings.warn(
+            f"the penalty without damping is {undamped:.2g}, {times} the radius {radius:.2g} up to which its "
+            f"calibration follows the real loss, so the past may be forgotten more than the penalty says; a larger "
+            "strength, or fewer or shorter steps, stay nearer to it",
+            XkfacWarning,
+            stacklevel=4,
+        )
 
     def check_learnt(self) -> None:
         """Check, after all steps, that there were any, that all is finite and, with a warning, within the radius."""
@@ -93,7 +146,7 @@ class StepGuard:
         undamped = self._step.undamped().item()
         if not math.isfinite(undamped):
             raise self._diverged()
-        self._monitor.judge(undamped)
+        self._judge_radius(undamped)
 
     @property
     def over_radius(self) -> float | None:
@@ -107,7 +160,7 @@ class StepGuard:
 
     def remove(self) -> None:
         """Take the hook off the model."""
-        self._accumulation.remove()
+        self.accumulation.remove()
 
     def _diverged(self) -> NotFiniteError:
         """Return the error that says why the penalty is not finite any more."""

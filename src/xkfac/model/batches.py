@@ -120,9 +120,7 @@ def default_forward(model: nn.Module, batch: Any) -> Tensor:
         output = output["logits"]
     output = getattr(output, "logits", output)
     if not isinstance(output, Tensor):
-        raise XkfacError(
-            f"the model returned a {type(output).__name__}; pass forward=lambda model, batch: ... that returns a tensor"
-        )
+        raise XkfacError(f"the model returned a {type(output).__name__}; pass forward=lambda model, batch: a_tensor")
     return output
 
 
@@ -139,9 +137,7 @@ def unknown_forward(model: nn.Module, batch: Any) -> Tensor:
 
 def _call_by_key(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     if not inputs:
-        raise XkfacError(
-            f"a batch of the loader holds labels alone; its inputs need keys beside {', '.join(LABEL_KEYS)}"
-        )
+        raise XkfacError(f"a batch of the loader holds labels alone; inputs need keys beside {', '.join(LABEL_KEYS)}")
     try:
         inspect.signature(model.forward).bind(**inputs)
     except TypeError:

@@ -10,16 +10,20 @@ from torch import Tensor
 Constants = tuple[Tensor, Tensor]
 
 
-def is_constant(input: Tensor, mean: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> bool:
+def is_constant(
+    input: Tensor, mean: Tensor | None, weight: Tensor | None, bias: Tensor | None, held: bool = False
+) -> bool:
     """Whether `normalised` does what BN in evaluation mode does, faster, and with the same rounding.
 
+    held: gamma and beta are constant though they require gradients, which then are zero.
     For vectors [N, C] a function of Python takes longer than what it saves.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or input.dim() < 3 or mean is None:
         return False
     own = [one for one in (mean, weight, bias) if one is not None]
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-    return not any(one.requires_grad for one in own) and all(one.dtype == wide for one in own)
+    learns = not held and any(one.requires_grad for one in own)
+    return not learns and all(one.dtype == wide for one in own)
 
 
 def normalised(
@@ -72,4 +76,5 @@ class _Map(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, spread, zero = ctx.saved_tensors
-        return _Map.apply(gradient, weight, None, zero, spread, zero, ctx.eps), *[None] * 6  # type: ignore[no-untyped-call]
+        none = [torch.zeros_like(zero) if asked else None for asked in ctx.needs_input_grad[1:3]]
+        return _Map.apply(gradient, weight, None, zero, spread, zero, ctx.eps), *none, *[None] * 4  # type: ignore[no-untyped-call]

@@ -34,19 +34,16 @@ class Replayed:
         else:
             if self._graph is None:
                 self._batch = cloned(batch)
-                self._graph = self._recorded()
+                try:
+                    self._graph = captured(lambda: self._function(self._batch), generator=self._generator)
+                except RuntimeError as error:
+                    raise XkfacError(
+                        f"the network cannot be recorded as a CUDA graph ({error}); use graph=False, or keep its "
+                        "forward pass from synchronising the device"
+                    ) from None
             for static, tensor in zip(tensors(self._batch), tensors(batch), strict=True):
                 static.copy_(tensor)
             self._graph.replay()
-
-    def _recorded(self) -> torch.cuda.CUDAGraph:
-        try:
-            return captured(lambda: self._function(self._batch), generator=self._generator)
-        except RuntimeError as error:
-            raise XkfacError(
-                f"the network cannot be recorded as a CUDA graph ({error}); use graph=False, or keep its forward pass "
-                "from synchronising the device"
-            ) from None
 
 
 def captured(

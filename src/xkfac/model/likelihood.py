@@ -30,7 +30,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def sample(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw labels, one an example (and prediction), from the model's own distribution."""
+        """Draw labels, one per example (and prediction), from the model's own distribution."""
 
     @abstractmethod
     def nll(self, output: Tensor, labels: Tensor) -> Tensor:
@@ -55,10 +55,7 @@ class Likelihood(ABC):
 
     def root(self, output: Tensor) -> Iterator[Tensor]:
         """Yield v_k, shaped as `output`, with sum_k v_k v_k^T the Fisher of each example's output."""
-        raise XkfacError(
-            f"the likelihood '{self.name}' does not say the root of its Fisher; implement root(), or use "
-            "labels='sampled'"
-        )
+        raise XkfacError(f"the likelihood '{self.name}' has no root(); implement it, or use labels='sampled'")
 
 
 class Categorical(Likelihood):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from xkfac.errors import MismatchError
+from xkfac.errors import MismatchError, NotFiniteError
 from xkfac.model.passes import unwrap
 from xkfac.model.renorm import _BatchRenorm, keep
 from xkfac.model.units import Unit
@@ -249,9 +249,16 @@ def bind(model: nn.Module, units: Iterable[Unit]) -> dict[str, BoundUnit]:
 
 
 def anchor_of(model: nn.Module, units: Iterable[Unit]) -> dict[str, Tensor]:
-    """Return the anchor: a copy of the merged weights W~ of a model under its population statistics."""
+    """Return the anchor: a copy of the merged weights W~ of a model under its population statistics.
+
+    Raises NotFiniteError for a unit whose weight or statistics are not finite.
+    """
     with torch.no_grad():
-        return {name: bound.merged_weight().clone() for name, bound in bind(model, units).items()}
+        anchor = {name: bound.merged_weight().clone() for name, bound in bind(model, units).items()}
+    for name, weight in anchor.items():
+        if not bool(weight.isfinite().all()):
+            raise NotFiniteError(f"the merged weight of unit '{name}' is not finite; check weights and BN statistics")
+    return anchor
 
 
 def batch_statistics(input: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,10 +291,7 @@ def _locate(model: nn.Module, unit: Unit, name: str | None) -> tuple[nn.Module, 
         model.get_parameter(name)
         return model.get_submodule(path), attribute
     except AttributeError:
-        raise MismatchError(
-            f"unit '{unit.name}': the model has no parameter '{name}'; is this the network that the memory was made "
-            "from?"
-        ) from None
+        raise MismatchError(f"unit '{unit.name}': the model lacks '{name}'; is it the memory's network?") from None
 
 
 def _norm_at(model: nn.Module, unit: Unit) -> Any:
@@ -297,10 +301,7 @@ def _norm_at(model: nn.Module, unit: Unit) -> Any:
     except AttributeError:
         norm = None
     if not isinstance(norm, (_BatchNorm, _BatchRenorm)):
-        raise MismatchError(
-            f"unit '{unit.name}': the model has no batch normalization '{unit.norm}'; is this the network that the "
-            "memory was made from?"
-        )
+        raise MismatchError(f"unit '{unit.name}': the model lacks BN '{unit.norm}'; is it the memory's network?")
     if norm.running_mean is None:
         raise MismatchError(
             f"unit '{unit.name}': the model's '{unit.norm}' has no running statistics; build it with "

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from typing import Any, Literal
 
@@ -137,7 +137,8 @@ def _only_thread(model: nn.Module) -> Iterator[None]:
         before = _random_state()
         if not _changing:
             _put_back.callback(_set_random_state, before)
-            _put_back.enter_context(_as_written())
+            if "torch._dynamo" in sys.modules:  # else nothing can have been compiled
+                _put_back.enter_context(torch.compiler.set_stance("force_eager"))
         entered -= _changing.keys()
         _changing.update(dict.fromkeys(entered, own))
     try:
@@ -182,11 +183,6 @@ def _restored(model: nn.Module) -> Iterator[None]:
         for parameter, flag in needs_grad:
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
-
-
-def _as_written() -> AbstractContextManager[Any]:
-    """Run compiled modules without their compiled code, if anything can have been compiled at all."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _random_state() -> tuple[Any, ...]:

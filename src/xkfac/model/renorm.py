@@ -69,9 +69,7 @@ class _BatchRenorm(_NormBase):
         if not (1 <= r_max < float("inf") and 0 <= d_max < float("inf")):
             raise UnitError(f"batch renormalization needs finite r_max >= 1 and d_max >= 0, not {r_max} and {d_max}")
         if not 0 <= warmup <= min(r_steps, d_steps):
-            raise UnitError(
-                f"batch renormalization needs 0 <= warmup <= r_steps and d_steps, not {warmup}, {r_steps}, {d_steps}"
-            )
+            raise UnitError(f"BatchRenorm needs 0 <= warmup <= r_steps and d_steps, not {warmup}, {r_steps}, {d_steps}")
         self.r_max, self.d_max = r_max, d_max
         self.warmup, self.r_steps, self.d_steps = warmup, r_steps, d_steps
 
@@ -106,16 +104,6 @@ class _BatchRenorm(_NormBase):
             d = ((mean - self.running_mean) / std).clamp(-d_limit, d_limit)
         return keep(r), keep(d)
 
-    def _track(self, mean: Tensor, var: Tensor, count: int) -> None:
-        """Move the population statistics towards those of a mini-batch of `count` values a channel."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        rate = 1 / self._batches() if self.momentum is None else self.momentum
-        self.running_mean.add_((mean - self.running_mean) * rate)
-        self.running_var.add_((var * (count / max(count - 1, 1)) - self.running_var) * rate)
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input` [N, C, ...]."""
         self._check_input_dim(input)
@@ -124,10 +112,12 @@ class _BatchRenorm(_NormBase):
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
         assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
         count = input.numel() // input.shape[1]
         if count < 2:
             raise UnitError(
-                f"{type(self).__name__} needs more than one value a channel in training, but got an input of shape "
+                f"{type(self).__name__} needs more than one value per channel in training, but got an input of shape "
                 f"{list(input.shape)}"
             )
         with torch.no_grad():
@@ -135,7 +125,10 @@ class _BatchRenorm(_NormBase):
             var, mean = torch.var_mean(input.to(self.running_mean.dtype), axes, correction=0)
             r, d = self.correction(mean, var)
             if self.track_running_stats:
-                self._track(mean, var, count)
+                self.num_batches_tracked.add_(1)
+                rate = 1 / self._batches() if self.momentum is None else self.momentum
+                self.running_mean.add_((mean - self.running_mean) * rate)
+                self.running_var.add_((var * (count / (count - 1)) - self.running_var) * rate)
         # y = (gamma r) x_hat + (beta + gamma d): one fused normalisation, r and d constant.
         gamma = r if self.weight is None else self.weight * r
         beta = d if self.weight is None else self.weight * d

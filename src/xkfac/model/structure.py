@@ -122,9 +122,7 @@ def leave_out(coverage: Coverage, patterns: Iterable[str]) -> tuple[set[str], Co
     left_out = {row.unit for row in coverage.rows if row.parameter in matched}
     for row in coverage.rows:
         if row.unit in left_out and row.parameter not in matched:
-            raise UnitError(
-                f"'{row.parameter}' is penalised together with what is left out, as unit '{row.unit}'; leave it out too"
-            )
+            raise UnitError(f"'{row.parameter}' is in unit '{row.unit}' with what is left out; leave it out too")
     units = tuple(unit for unit in coverage.units if unit.name not in left_out)
     rows = (row if row.unit not in left_out else Row(row.parameter, "-", "excluded", row.size) for row in coverage.rows)
     return left_out, Coverage(units, tuple(rows))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
 from xkfac.methods import Method
+from xkfac.model.hooks import Pauses
 from xkfac.model.merged_weight import BoundUnit, Reading
 from xkfac.penalty.bn_taps import Tap
 from xkfac.penalty.fixed_bn import FixedBn
@@ -34,7 +35,7 @@ class BnReadings:
         self._blind: set[str] = set()
         self._handles: list[Any] = []
         if method.fixed_bn or method.fixed_statistics:
-            self._handles.append(FixedBn(model))
+            self._handles.append(FixedBn(model, held=method.fixed_bn))
         elif method.interpretation != "eval":
             normed = [one for one in bound.values() if one.norm is not None]
             _check_readable(normed)
@@ -46,6 +47,8 @@ class BnReadings:
         """Return a function that takes in a reading of a unit's BN."""
 
         def note(reading: Reading) -> None:
+            if Pauses.now:
+                return
             if torch.compiler.is_compiling():
                 self._keep(name, reading)
             elif not _in_backward():

@@ -20,9 +20,11 @@ class FixedBn:
 
     A curvature pass, in which running statistics stand still, runs it as it wants. Where gamma and beta do not learn
     and the BN is torch's own, its backward pass is one product per activation, which keeps no activation in memory.
+    held: they never do, also where they require gradients that DistributedDataParallel waits for.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, held: bool = False) -> None:
+        self._held = held
         norms: list[Any] = list(norms_of(model).values())
         self._plain = [norm for norm in norms if type(norm) in PLAIN and runs_its_class(norm)]
         self._ready: dict[int, Constants] = {}
@@ -53,7 +55,7 @@ class FixedBn:
             return type(module).forward(module, input)  # type: ignore[no-any-return]
         module._check_input_dim(input)
         mean, var, weight, bias = module.running_mean, module.running_var, module.weight, module.bias
-        if not is_constant(input, mean, weight, bias):
+        if not is_constant(input, mean, weight, bias, self._held):
             return F.batch_norm(input, mean, var, weight, bias, False, 0.0, module.eps)
         # Taken once: whoever runs the BN again outside of the model's forward pass may have changed it meanwhile.
         return normalised(input, mean, var, weight, bias, module.eps, self._ready.pop(id(module), None))

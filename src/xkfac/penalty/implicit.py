@@ -14,6 +14,7 @@ product cheap enough for every step. Those of gamma, beta and b are C x C matric
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xkfac.curvature.blocks import Block, Diagonal, Kronecker, Term, symmetrised
+from xkfac.curvature.blocks import Block, Diagonal, Kronecker, Term, eigh, symmetrised
 from xkfac.curvature.operator import Curvature
 from xkfac.model.merged_weight import BoundUnit
-from xkfac.penalty.layout import Member
+from xkfac.penalty.layout import ROW, Member
 from xkfac.penalty.side_stream import side_by_side
 
 _SWEEPS = 4  # of subspace iteration: leading eigenvectors need few, and for the last ones little depends on it
@@ -183,7 +184,9 @@ class _Turned:
 
     @classmethod
     def stacked(cls, parts: Sequence[Any]) -> _Turned:
-        rank = max(part.left.shape[2] for part in parts)  # zeros beyond a part's own directions change nothing
+        row = ROW.get(parts[0].left.device.type, 1)
+        # Zeros beyond a part's own directions change nothing.
+        rank = -(-max(part.left.shape[2] for part in parts) // row) * row
         left, change = (
             torch.cat([F.pad(getattr(part, name), (0, rank - part.left.shape[2])) for part in parts])
             for name in ("left", "change")
@@ -311,8 +314,10 @@ def _leading(terms: Sequence[Term], columns: int, rank: int, generator: torch.Ge
 
 
 def _eigenvectors(matrix: Tensor) -> Tensor:
-    """Return those of symmetric matrices [n, C, C] as columns; in float64 where that takes little time."""
-    dtype = torch.float64 if matrix.shape[1] <= 512 else matrix.dtype
+    """Return those of symmetric matrices [n, C, C] as columns; in float64 where that takes little time or is needed."""
     scale = _trace(matrix).clamp(min=torch.finfo(matrix.dtype).tiny)[:, None, None]  # small numbers would underflow
-    vectors: Tensor = torch.linalg.eigh(symmetrised((matrix / scale).to(dtype)))[1]
-    return vectors.to(matrix.dtype)
+    scaled = symmetrised(matrix / scale)
+    if matrix.shape[1] > 512:
+        with suppress(RuntimeError):  # many equal eigenvalues, those of few examples, on which float32 may not converge
+            return torch.linalg.eigh(scaled)[1]
+    return eigh(scaled)[1].to(matrix.dtype)

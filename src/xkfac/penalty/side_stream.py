@@ -3,34 +3,36 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from xkfac.model.hooks import Pauses
 from xkfac.model.merged_weight import Reading
 
+_T = TypeVar("_T")
 _MOST = 4  # streams beside each other; more of them leave no kernel of a GPU more room
 
 
-def side_by_side(tasks: Sequence[Callable[[], None]], device: torch.device) -> None:
+def side_by_side(tasks: Sequence[Callable[[], _T]], device: torch.device) -> list[_T]:
     """Run tasks that write nothing in common: one after the other, on a CUDA device on several streams.
 
     Kernels too small for a whole GPU then run at the same time. What follows on the current stream waits for all.
     """
     if device.type != "cuda" or len(tasks) < 2:
-        for task in tasks:
-            task()
-        return
+        return [task() for task in tasks]
     here = torch.cuda.current_stream(device)
     streams = _streams(device)[: len(tasks)]
     for stream in streams:
         stream.wait_stream(here)
+    results = []
     for place, task in enumerate(tasks):
         with torch.cuda.stream(streams[place % len(streams)]):
-            task()
+            results.append(task())
     for stream in streams:
         here.wait_stream(stream)
+    return results
 
 
 @cache
@@ -76,7 +78,7 @@ class SideStream:
             return
         self.vectors, self._unread = self._gather()
         self._names = set(self._unread)
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = self._version()
         if self._stream is not None:
             self._started = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._started.record()
@@ -94,7 +96,11 @@ class SideStream:
         same = all(
             name in read and name in readings and readings[name].population is read[name] for name in self._names
         )
-        return self._open and same and self._versions == [parameter._version for parameter in self._parameters]
+        return self._open and same and self._versions == self._version()
+
+    def _version(self) -> list[int]:
+        """Return what changes with the parameters, also where they have moved and come back on the main stream."""
+        return [Pauses.count, *(parameter._version for parameter in self._parameters)]
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Pictures: decoded as torchvision resizes them, once, into a cache that is whole at every moment."""
+"""Images: decoded as torchvision resizes them, once, into a cache that is whole at every moment."""
 
 import contextlib
 import io
@@ -19,16 +19,6 @@ from xkfac.experiments.data import images
 from xkfac.experiments.data.digits import DataError, Parts
 from xkfac.experiments.data.trees import Tree
 from xkfac.experiments.packages import PackageError
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XKFAC_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def tree(tmp_path):
-    return make_tree(tmp_path / "insects")
 
 
 def test_parts_hold_the_pictures_of_their_files(tree):
@@ -89,11 +79,11 @@ def test_values_of_more_than_eight_bits_are_refused(tree):
         load(tree)
 
 
-@pytest.mark.parametrize(("content", "workers"), [(b"", 1), (b"no picture", 1), ("half", 1), ("half", 2)])
+@pytest.mark.parametrize(("content", "workers"), [(b"", 1), (b"no image", 1), ("half", 1), ("half", 2)])
 def test_a_picture_that_cannot_be_read_is_named(tree, content, workers, tmp_path):
     path = tree / "train/bee/0001.png"
     path.write_bytes(path.read_bytes()[:200] if content == "half" else content)
-    with pytest.raises(DataError, match=r"'train/bee/0001.png' of .* cannot be read as a picture"):
+    with pytest.raises(DataError, match=r"'train/bee/0001.png' of .* cannot be read as an image"):
         load(tree, validation=0, workers=workers)
     assert len(load(tree, validation=0, parts=("test",)).test) == 6
     assert not list((tmp_path / "cache" / "pictures").glob("*.part"))

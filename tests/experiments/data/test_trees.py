@@ -1,4 +1,4 @@
-"""Trees of pictures: wrong ones are refused by name, splits are fixed by keys and take their share of each class."""
+"""Trees of images: wrong ones are refused by name, splits are fixed by keys and take their share of each class."""
 
 import io
 import shutil
@@ -14,16 +14,6 @@ from hypothesis import strategies as st
 from tests.helpers.made_up_images import CLASSES, decodings, load, make_tree, picture, same, save, zipped
 from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.data.trees import ImageFile, Tree, find_tree
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XKFAC_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def tree(tmp_path):
-    return make_tree(tmp_path / "insects")
 
 
 def test_a_tree_lists_classes_and_pictures_by_name(tree):
@@ -101,7 +91,7 @@ def spoilt(tree, how):
         save(tree / "train/dog/0.png", picture(3, 0))
     elif how == "not in train":
         save(tree / "test/ants/0.png", picture(3, 0))
-    elif how == "no picture":
+    elif how == "no image":
         (tree / "train/cat/model.pt").touch()
 
 
@@ -109,11 +99,11 @@ WRONG = [
     ("no train", "no part 'train', only test, training"),
     ("no test", "no part 'test', only train"),
     ("no classes", "the part 'test' of .* has no classes"),
-    ("empty class", "class 'dog' of .* has no pictures in 'train'"),
-    ("emptied class", "class 'bee' of .* has no pictures in 'test'"),
+    ("empty class", "class 'dog' of .* has no images in 'train'"),
+    ("emptied class", "class 'bee' of .* has no images in 'test'"),
     ("not in test", "class 'dog' of .* is in 'train' but not in 'test'"),
     ("not in train", "class 'ants' of .* is in 'test' but not in 'train' .did you mean 'ant'"),
-    ("no picture", "'train/cat/model.pt' of .* is no picture"),
+    ("no image", "'train/cat/model.pt' of .* is no image"),
 ]
 
 
@@ -138,9 +128,9 @@ def test_a_damaged_zip_file_is_refused_wherever_it_is_damaged(tree, tmp_path, mo
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         middle = archive.getinfo("train/bee/0003.png").header_offset + 80
     path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    assert same(load(path), reference), "the cache knows the pictures by the checksums in the zip file"
+    assert same(load(path), reference), "the cache knows the images by the checksums in the zip file"
     monkeypatch.setenv("XKFAC_CACHE", str(tmp_path / "other"))
-    with pytest.raises(DataError, match=r"'train/bee/0003.png' of .*packed.zip' cannot be read as a picture"):
+    with pytest.raises(DataError, match=r"'train/bee/0003.png' of .*packed.zip' cannot be read as an image"):
         load(path)
     assert not list((tmp_path / "other" / "pictures").glob("*.part")), "nothing half written remains"
 
@@ -162,7 +152,7 @@ def test_find_tree_takes_folders_and_zip_files_by_name(tree, tmp_path, monkeypat
 
 
 def test_find_tree_says_what_is_there_instead(tree, tmp_path, monkeypatch):
-    with pytest.raises(DataError, match=r"no pictures 'insect'.*did you mean 'insects'.*--data"):
+    with pytest.raises(DataError, match=r"no images 'insect'.*did you mean 'insects'.*--data"):
         find_tree("insect", tmp_path)
     with pytest.raises(DataError, match="nothing like it is there"):
         find_tree("insects", tmp_path / "nowhere")
@@ -209,7 +199,7 @@ def test_a_split_depends_on_nothing_but_names(tree, tmp_path):
     other = shutil.copytree(tree, tmp_path / "elsewhere" / "copy", copy_function=shutil.copyfile)
     first, second = Tree.read(tree).split(0.3, 7), Tree.read(other).split(0.3, 7)
     assert [[entry.name for entry in part] for part in first] == [[entry.name for entry in part] for part in second]
-    # A class more leaves the validation pictures of the others alone.
+    # A class more leaves the validation images of the others alone.
     make_tree(other, classes=("aardvark",))
     more = Tree.read(other).split(0.3)[1]
     assert [e.name for e in more if "aardvark" not in e.name] == [e.name for e in first[1]]
@@ -223,6 +213,6 @@ def test_a_split_is_no_prefix_of_a_class():
 
 
 def test_a_class_of_one_picture_cannot_be_split():
-    with pytest.raises(DataError, match=r"class 'class 1' .* one training picture"):
+    with pytest.raises(DataError, match=r"class 'class 1' .* one training image"):
         made_up_tree([3, 1]).split(0.1)
     assert len(made_up_tree([3, 1]).split(0)[0]) == 4

@@ -89,8 +89,6 @@ def test_a_small_stem_leaves_out_the_pooling_alone():
         assert torch.equal(net.trunk(x), model(x))
     with pytest.raises(BackboneError, match=r"'mobilenet_v2' has no 'maxpool'.*stem='standard'"):
         make_backbone("mobilenet_v2", {"source": 5}, stem="small", seed=0)
-    with pytest.raises(BackboneError, match="stem is 'tiny'"):
-        make_backbone("resnet18", {"source": 5}, stem="tiny", seed=0)
 
 
 def test_weights_are_fixed_by_the_seed_alone():
@@ -235,8 +233,8 @@ def bad_file(kind, path):
         ("missing", "does not exist; name a file, or 'download'"),
         ("folder", "is a folder; name a file"),
         ("classes", "has a classifier of 6 classes, and task 'source' has 4"),
-        ("other model", r"is not of 'resnet18': it has '.*'.*; name weights of this model, or the model"),
-        ("lacking", r"lacks 'layer2.0.conv1.weight'; name weights of this model"),
+        ("other model", r"is not of 'resnet18': it has '.*'.*; name matching weights or model"),
+        ("lacking", r"lacks 'layer2.0.conv1.weight'; name matching weights"),
         ("foreign", r"has 'extra', which the model has not"),
         ("code", "is no weights file, or is damaged"),
         ("text", "is no weights file, or is damaged"),
@@ -283,7 +281,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights.files, "save_file", full)
-    with pytest.raises(WeightsError, match=r"could not be written and is as it was before \(No space left"):
+    with pytest.raises(WeightsError, match=r"could not be written and is as it was before \(.*No space left"):
         save_source(net, path, "source", {})
     assert path.read_bytes() == b"old"
     with pytest.raises(WeightsError, match=r"must end in \.safetensors"):
@@ -313,13 +311,12 @@ def test_downloaded_weights_are_the_library_s_own(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "tasks", "message"),
     [
-        ("resnet81", {"a": 2}, "near to it are resnet18"),
-        ("timm:resnt18", {"a": 2}, "near to it are timm:resnet18"),
+        ("resnet81", {"a": 2}, "did you mean 'resnet18'"),
+        ("timm:resnt18", {"a": 2}, "did you mean 'timm:resnet18'"),
         ("squeezenet1_1", {"a": 2}, r"the classifier 'classifier.1' of 'squeezenet1_1' is a Conv2d"),
         ("timm:deit_tiny_distilled_patch16_224", {"a": 2}, "has not one classifier"),
         ("resnet18", {"a.b": 2}, "cannot be named 'a.b'"),
         ("resnet18", {"train": 2}, "cannot be named 'train'"),
-        ("resnet18", {"a": 0}, "task 'a' has 0 classes"),
     ],
 )
 def test_what_cannot_be_made_is_an_error(model, tasks, message):

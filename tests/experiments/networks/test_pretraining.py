@@ -24,7 +24,7 @@ SMALL = {"model": "timm:test_resnet", "pixels": 32, "epochs": 3, "batch": 8, "lr
 
 
 def made_up(count, seed):
-    """Return pictures of three classes, each of a colour of its own under noise."""
+    """Return images of three classes, each of a colour of its own under noise."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(count) % 3
     x = torch.randint(0, 100, (count, 3, 32, 32), generator=generator)
@@ -49,7 +49,7 @@ def small_trunk():
 
 
 def mixed_by_hand(settings, x, y, mix):
-    """Return inputs and target distributions [N, 3] of a mixed batch, picture by picture."""
+    """Return inputs and target distributions [N, 3] of a mixed batch, image by image."""
     labels = F.one_hot(y, 3).float()
     out_x, out_y = x.clone(), labels.clone()
     for i in range(len(x)):
@@ -300,7 +300,7 @@ def test_a_checkpoint_of_other_settings_or_data_is_refused(parts, tmp_path):
     with pytest.raises(PretrainingError, match="is of pictures"):
         pretrain(swapped, path, Pretraining(**SMALL), device="cpu")
     (tmp_path / "w.checkpoint.safetensors").write_bytes(b"damaged")
-    with pytest.raises(PretrainingError, match="cannot be gone on with"):
+    with pytest.raises(PretrainingError, match="the checkpoint cannot be resumed"):
         pretrain(parts, path, Pretraining(**SMALL), device="cpu")
 
 
@@ -310,15 +310,16 @@ def test_what_makes_no_sense_is_an_error(parts, tmp_path):
         ({"batch": 1}, "batch must be at least 2"),
         ({"warmup": 1}, "warmup must be a number of at least 0 and below 1, not 1.0"),
         ({"momentum": 1.0}, "momentum must be"),
+        ({"scale": (0.5, 0.2)}, "scale must be two growing numbers above 0 and up to 1"),
         ({"lr": math.nan}, "lr must be a finite number of at least 0, not nan"),
     ):
         with pytest.raises(PretrainingError, match=message):
             Pretraining(**{**SMALL, **options})
     path = tmp_path / "w.safetensors"
-    with pytest.raises(PretrainingError, match="batch is 100, but there are 44 training pictures"):
+    with pytest.raises(PretrainingError, match="batch is 100, but there are 44 training images"):
         pretrain(parts, path, Pretraining(**{**SMALL, "batch": 100}), device="cpu")
     empty = Parts(parts.train, parts.validation, Part(parts.test.x[:0], parts.test.y[:0]), parts.classes)
-    with pytest.raises(PretrainingError, match="no test pictures"):
+    with pytest.raises(PretrainingError, match="no test images"):
         pretrain(empty, path, Pretraining(**SMALL), device="cpu")
     with pytest.raises(PretrainingError, match=r"must end in \.safetensors"):
         pretrain(parts, tmp_path / "w.pth", Pretraining(**SMALL), device="cpu")

@@ -99,17 +99,17 @@ def nothing(data):
 
 
 WRONG = [
-    (no_pictures, [], ["class 'birds-2'", "has no pictures in 'train'"]),
-    (unreadable, [], ["'test/cars-1/0001.png'", "cannot be read as a picture"]),
+    (no_pictures, [], ["class 'birds-2'", "has no images in 'train'"]),
+    (unreadable, [], ["'test/cars-1/0001.png'", "cannot be read as an image"]),
     (not_in_test, [], ["class 'birds-3'", "is in 'train' but not in 'test'"]),
     (more_classes, [], ["has a classifier of 5 classes, and task 'old' has 6"]),
-    (another_architecture, [], ["source.safetensors' is not of 'timm:test_resnet'", "name weights of this model"]),
+    (another_architecture, [], ["source.safetensors' is not of 'timm:test_resnet'", "name matching weights or model"]),
     (no_weights, [], ["source.safetensors' is no weights file"]),
     (missing_weights, [], ["source.safetensors' does not exist"]),
-    (missing_tree, [], ["no pictures 'cars'", "did you mean 'cats'?"]),
+    (missing_tree, [], ["no images 'cars'", "did you mean 'cats'?"]),
     (nothing, ["lines.fixed-bn.batch=13"], ["lines.fixed-bn: batch is 13", "task 'cars' has 12 training images"]),
     (nothing, ["images.model=timm:test_resnt"], ["model 'timm:test_resnt' is not known", "timm:test_resnet"]),
-    (nothing, ["images.model=resnet51"], ["model 'resnet51' is not known", "near to it are resnet50"]),
+    (nothing, ["images.model=resnet51"], ["model 'resnet51' is not known", "did you mean 'resnet50'"]),
     (nothing, ['images.orders=[["cars", "cars"]]'], ["must name each target once", "(cars)", "is cars, cars"]),
     (
         nothing,
@@ -166,7 +166,7 @@ def test_without_a_data_folder_the_command_says_how_to_name_one(xkfac, data, tmp
     recipe.write_text(small.TEXT)
     code, _, err = xkfac("run", recipe, "-o", tmp_path / "run")
     assert code == 2
-    assert "the pictures 'old' need a folder" in err
+    assert "the images 'old' need a folder" in err
     trees = [word for name in small.SIZES for word in ("-s", f"tasks.{name}.tree={data / name}")]
     code, _, err = xkfac("run", recipe, "-o", tmp_path / "run", *trees)
     assert code == 2

@@ -1,4 +1,4 @@
-"""Runs of pictures: what moves and what stands still, in which order, what is seen of an image, what a kill changes."""
+"""Runs of images: what moves and what stands still, in which order, what is seen of an image, what a kill changes."""
 
 import json
 import multiprocessing
@@ -29,7 +29,7 @@ _SERVER = multiprocessing.get_context("forkserver")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A data folder, and a cache of its own for the pictures in it."""
+    """A data folder, and a cache of its own for the images in it."""
     folder = tmp_path_factory.mktemp("pictures")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XKFAC_CACHE", str(folder / "cache"))
@@ -186,7 +186,7 @@ def test_the_source_network_is_the_weights_file_and_is_measured_untouched(stages
 
 
 def accuracy(state, data, task):
-    """The percentage of test pictures that timm's own model with these weights gets right."""
+    """The percentage of test images that timm's own model with these weights gets right."""
     settings = small.recipe().tasks[task]
     parts = load_pictures(data / settings.tree, pixels=16, resize=settings.resize, validation=0.4)
     border = (parts.test.x.shape[-1] - 16) // 2
@@ -271,7 +271,7 @@ def test_single_networks_are_run_before_those_that_wait_for_their_losses(data, t
 
 @pytest.fixture(scope="module")
 def seen(data, loaded, tmp_path_factory):
-    """For each line the inputs of its network, as (what for, task) and pictures, in their order."""
+    """For each line the inputs of its network, as (what for, task) and images, in their order."""
     run, found, moment = small.make_run(tmp_path_factory.mktemp("seen") / "run", data), {}, ["begin", 0]
 
     def during(owner, name, tag):
@@ -310,12 +310,12 @@ def seen(data, loaded, tmp_path_factory):
 
 
 def inputs(log, what, task):
-    """The pictures [n, 3, 16, 16] that a network met for a purpose on a task."""
+    """The images [n, 3, 16, 16] that a network met for a purpose on a task."""
     return torch.cat([x for (purpose, of), x in log if (purpose, of) == (what, task)])
 
 
 def plain(loaded, task, part):
-    """The pictures of a part as evaluation sees them."""
+    """The images of a part as evaluation sees them."""
     parts = loaded.parts[list(small.SIZES)[task]]
     x = getattr(parts, part).x.float() / 255
     border = (x.shape[-1] - 16) // 2
@@ -325,7 +325,7 @@ def plain(loaded, task, part):
 
 
 def found_in(x, known):
-    """For each picture whether it is one of the known ones."""
+    """For each image whether it is one of the known ones."""
     return ((x[:, None] - known[None]).abs().amax((2, 3, 4)) < 1e-5).any(1)
 
 

@@ -104,10 +104,12 @@ def test_a_terminal_shows_the_jobs_that_run(run):
         assert part in shown
 
 
-def test_nothing_is_shown_without_a_console(run, capfd):
-    with Display(None) as display:
+def test_a_quiet_console_shows_nothing(run):
+    text = io.StringIO()
+    with Display(Console(file=text, force_terminal=True, quiet=True)) as display:
         display.show(run, run.jobs())
-    assert capfd.readouterr() == ("", "")
+        display._live.refresh()
+    assert text.getvalue() == ""
 
 
 def test_durations_are_read_at_a_glance():

@@ -27,10 +27,9 @@ from xkfac.experiments.runs.progress import RunStatus
 from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.tasks import ImageTasks, PermutedTasks, Refused
 from xkfac.experiments.runs.worker import run_job
-from xkfac.experiments.tuning.status import tuning_status
 from xkfac.experiments.tuning.trials import Choice, GridPoint, TrialResult, TunedJob, grid_of, ranked, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Tuner, phase_done
-from xkfac.experiments.tuning.tuning import chosen, go_on, tune
+from xkfac.experiments.tuning.tuning import chosen, go_on, tune, tuning_status
 
 TEXT = """
 name = "tuned"
@@ -260,7 +259,7 @@ grid = { lr = [0.01] }
 
 @pytest.fixture
 def pictures(tmp_path, monkeypatch):
-    """A tuning of pictures whose source is prepared, and the folder of its data."""
+    """A tuning of images whose source is prepared, and the folder of its data."""
     monkeypatch.setenv("XKFAC_CACHE", str(tmp_path / "cache"))
     data = tmp_path / "data"
     make_tree(data / "old", seed=1)
@@ -277,7 +276,7 @@ def test_choices_are_made_where_source_and_test_pictures_are_gone(pictures, tmp_
     shutil.rmtree(tmp_path / "cache")
     hidden = {path: path.read_bytes() for path in (data / "new" / "test").rglob("*.png")}
     for path in hidden:
-        path.write_bytes(b"no picture")
+        path.write_bytes(b"no image")
     with pytest.raises(DataError):
         Tuner(run, "prepare")
     with pytest.raises(DataError):

@@ -1,4 +1,4 @@
-"""Pictures to inputs of a network, on the device and in batches: random crops and mirroring, normalised.
+"""Images to inputs of a network, on the device and in batches: random crops and mirroring, normalised.
 
 All randomness is drawn beforehand on the CPU, so that a training step that augments can be replayed as a CUDA graph.
 """
@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xkfac.experiments.data.digits import DataError
-
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 TRIES = 10
@@ -19,28 +17,22 @@ TRIES = 10
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How pictures [N, 3, S, S] of bytes become inputs [N, 3, pixels, pixels].
+    """How images [N, 3, S, S] of bytes become inputs [N, 3, pixels, pixels].
 
-    scale: the range of a random crop's area, as a share of the picture's; (1, 1) means no crop. flip: mirror every
-    other picture, at random.
+    scale: the range of a random crop's area, as a share of the image's; (1, 1) means no crop. flip: mirror every
+    other image, at random.
     """
 
     pixels: int
     scale: tuple[float, float] = (0.08, 1.0)
     flip: bool = True
 
-    def __post_init__(self) -> None:
-        if self.pixels < 1:
-            raise DataError(f"pixels is {self.pixels}; it must be at least 1")
-        if len(self.scale) != 2 or not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise DataError(f"scale is {self.scale}; it must be two shares of the area, 0 < least <= greatest <= 1")
-
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return draws [*shape, 5], float32 on the CPU: centre x and y, width and height of a crop, -1 to mirror or 1.
 
-        Lengths are relative to the picture's side. The distribution is that of torchvision's RandomResizedCrop on a
-        square picture: area and log ratio are uniform, the first of ten tries that fits is taken, else the whole
-        picture. Crops are not rounded to whole pixels of the picture.
+        Lengths are relative to the image's side. The distribution is that of torchvision's RandomResizedCrop on a
+        square image: area and log ratio are uniform, the first of ten tries that fits is taken, else the whole
+        image. Crops are not rounded to whole pixels of the image.
         """
 
         def uniform(*size: int, least: float = 0.0, greatest: float = 1.0) -> Tensor:
@@ -58,16 +50,13 @@ class Augmentation:
         return torch.cat((centre, size, 1.0 - 2.0 * mirror), -1)
 
     def augmented(self, x: Tensor, draws: Tensor) -> Tensor:
-        """Return pictures x [N, 3, S, S], uint8, cropped and mirrored by `draws` [N, 5], and normalised.
+        """Return images x [N, 3, S, S], uint8, cropped and mirrored by `draws` [N, 5], and normalised.
 
-        The draws are on the device of the pictures. The result [N, 3, pixels, pixels] is float32 in the memory format
+        The draws are on the device of the images. The result [N, 3, pixels, pixels] is float32 in the memory format
         channels_last. A crop is resized by one bilinear resampling that takes nothing from beyond its border, as
-        torchvision's `resized_crop(antialias=False)` does. Raises DataError when shapes or types are others.
+        torchvision's `resized_crop(antialias=False)` does.
         """
-        self._check(x)
-        if draws.shape != (len(x), 5):
-            raise DataError(f"draws have shape {list(draws.shape)}; {len(x)} pictures need [{len(x)}, 5]")
-        # Coordinates are those of grid_sample: the picture goes from -1 to 1, so that half a pixel is 1 / S.
+        # Coordinates are those of grid_sample: the image goes from -1 to 1, so that half a pixel is 1 / S.
         centre, size, mirror = draws[:, :2], draws[:, 2:4], draws[:, 4:]
         steps = torch.linspace(1 / self.pixels - 1, 1 - 1 / self.pixels, self.pixels, device=x.device)
         border = (size - 1 / x.shape[-1]).clamp(min=0)[..., None]
@@ -80,26 +69,18 @@ class Augmentation:
         return self._normalised(F.grid_sample(x.float(), grid, padding_mode="border", align_corners=False))
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return the centre of pictures x [N, 3, S, S], uint8, for evaluation: float32 [N, 3, pixels, pixels].
+        """Return the centre of images x [N, 3, S, S], uint8, for evaluation: float32 [N, 3, pixels, pixels].
 
-        Normalised, in the memory format channels_last. Raises DataError when the pictures are smaller than that.
+        Normalised, in the memory format channels_last.
         """
-        self._check(x)
-        stored = x.shape[-1]
-        if stored < self.pixels:
-            raise DataError(f"pictures of {stored} pixels cannot be cropped to {self.pixels}; store them larger")
-        start = round((stored - self.pixels) / 2)
+        start = round((x.shape[-1] - self.pixels) / 2)
         return self._normalised(x[..., start : start + self.pixels, start : start + self.pixels])
 
     def _normalised(self, x: Tensor) -> Tensor:
-        """Return pictures x [N, 3, p, p] of values up to 255 as float32, normalised as for ImageNet."""
+        """Return images x [N, 3, p, p] of values up to 255 as float32, normalised as for ImageNet."""
         result = torch.empty(x.shape, device=x.device, memory_format=torch.channels_last)
         for channel, (mean, std) in enumerate(zip(IMAGENET_MEAN, IMAGENET_STD, strict=True)):
             # A number on the CPU is an argument of the kernel: nothing is copied to the device, which no graph allows.
             shift = torch.tensor(-mean / std, device="cpu")
             torch.add(shift, x[:, channel], alpha=1 / (255 * std), out=result[:, channel])
         return result
-
-    def _check(self, x: Tensor) -> None:
-        if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] != 3 or x.shape[2] != x.shape[3]:
-            raise DataError(f"pictures have type {x.dtype} and shape {list(x.shape)}; they must be uint8 [N, 3, S, S]")

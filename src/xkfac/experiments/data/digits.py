@@ -164,9 +164,7 @@ def _mnist(folder: Path | str | None, download: bool) -> list[Tensor]:
     folder = at_home(folder)
     if not download and not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist"
-        raise DataError(
-            f"'{folder}' {what}; name a folder that has the files of mnist, or add --download to fetch them"
-        )
+        raise DataError(f"'{folder}' {what}; name a folder that has the files of mnist, or add --download")
     places = (folder, folder / "mnist", folder / "MNIST" / "raw")
     arrays = []
     for name in MNIST:
@@ -186,9 +184,7 @@ def _read(path: Path, name: str) -> Tensor:
     try:
         content = _checked(read_regular(path, LARGEST_FILE), name)
     except _UNREADABLE as error:
-        raise DataError(
-            f"'{path}' is damaged or no file of mnist ({error}); delete it and add --download to fetch it again"
-        ) from error
+        raise DataError(f"'{path}' is damaged or no file of mnist ({error}); delete it and add --download") from error
     dimensions = content[3]  # an idx file: four bytes, the sizes as big-endian integers, the array
     sizes = torch.frombuffer(content, dtype=torch.uint8, count=4 * dimensions, offset=4).view(-1, 4)
     shape = [int.from_bytes(bytes(size.tolist()), "big") for size in sizes]

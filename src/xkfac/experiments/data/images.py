@@ -1,4 +1,4 @@
-"""Pictures of a tree, decoded once into a cache from which many processes map them."""
+"""Images of a tree, decoded once into a cache from which many processes map them."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ def _write(path: Path, images: _Decoded, size: int, workers: int) -> Iterator[in
             "the variable XKFAC_CACHE"
         ) from error
     except RuntimeError as error:
-        raise DataError(
-            f"a process that decodes images ended early, is memory short? ({error}); use one worker"
-        ) from error
+        raise DataError(f"a process that decodes images ended ({error}); is memory short? use one worker") from error
 
 
 def _cache_name(path: Path, part: str, entries: Sequence[ImageFile], stored: int, resize: str) -> str:
@@ -117,7 +115,7 @@ def _whole(path: Path, size: int) -> bool:
 
 
 def _mapped(path: Path, count: int, stored: int) -> Tensor:
-    """Return the pictures [count, 3, stored, stored] of a cache file, mapped; writing on them changes no file."""
+    """Return the images [count, 3, stored, stored] of a cache file, mapped; writing on them changes no file."""
     shape = (count, 3, stored, stored)
     if count == 0:
         return torch.empty(shape, dtype=torch.uint8, device="cpu")
@@ -160,11 +158,11 @@ class _Decoded(Dataset[bytes | DataError]):
         try:
             return decoded(self._read(name), self._stored, self._resize)
         except Exception as error:  # readers of damaged files raise whatever they meet
-            return DataError(f"'{name}' of '{self._path}' cannot be read as a picture ({error}); replace or remove it")
+            return DataError(f"'{name}' of '{self._path}' cannot be read as an image ({error}); replace or remove it")
 
 
 def decoded(content: bytes, stored: int, resize: Resize) -> bytes:
-    """Return the bytes [3, stored, stored] of a picture file's content: RGB, resized as torchvision does.
+    """Return the bytes [3, stored, stored] of an image file's content: RGB, resized as torchvision does.
 
     Raises whatever Pillow does, and ValueError for too many pixels, which are counted before any is decoded, and for
     grey values of more than 8 bits, whose range nobody knows.

@@ -1,8 +1,7 @@
 """The files of an image tree: regular ones inside it alone, of a few formats, their sizes checked before they are read.
 
-A link is followed where it leads to a regular file, or to a folder, inside the tree. One that leads out of it, named
-pipes, devices and files that are too large are errors, and so is a folder that links lead to twice, because links in a
-circle would have no end.
+A link is followed where it leads to a regular file, or to a folder, inside the tree. Links that lead out of it, named
+pipes, devices and files that are too large are errors. So are two links to one folder: links in a circle never end.
 """
 
 import os
@@ -36,9 +35,7 @@ def list_files(path: Path) -> Files:
     try:
         return list(_folder_files(path) if path.is_dir() else _zip_files(path))
     except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise DataError(
-            f"'{path}' cannot be read, or is a damaged zip file ({reason(error)}); fetch or make it again"
-        ) from error
+        raise DataError(f"'{path}' cannot be read, or is a damaged zip ({reason(error)}); fetch it again") from error
 
 
 def reader(path: Path) -> Callable[[str], bytes]:
@@ -104,9 +101,7 @@ def _check_link(path: Path, root: Path, name: str, linked: set[Path]) -> None:
         return
     found = _found(path, root, name)
     if found in linked:
-        raise DataError(
-            f"'{name}' of '{path}' is a link to a folder that another link leads to, or itself in a circle; remove it"
-        )
+        raise DataError(f"'{name}' of '{path}' is the second link to a folder, or a link in a circle; remove it")
     linked.add(found)
 
 
@@ -123,9 +118,7 @@ def _found(path: Path, root: Path, name: str) -> Path:
     try:
         return _inside(root, path / name)
     except (OSError, RuntimeError) as error:  # RuntimeError is what links in a circle give
-        raise DataError(
-            f"'{name}' of '{path}' cannot be used ({reason(error)}); put a copy in its place, or remove it"
-        ) from None
+        raise DataError(f"'{name}' of '{path}' cannot be used ({reason(error)}); replace it or remove it") from None
 
 
 def _zip_files(path: Path) -> Iterator[tuple[str, str]]:
@@ -141,10 +134,7 @@ def _zip_files(path: Path) -> Iterator[tuple[str, str]]:
 
 def _check_size(path: Path, name: str, size: int) -> None:
     if size > LARGEST_FILE:
-        raise DataError(
-            f"'{name}' of '{path}' has {in_words(size)}, and an image may have {in_words(LARGEST_FILE)}; make it "
-            "smaller, or remove it"
-        )
+        raise DataError(f"'{name}' of '{path}' has {in_words(size)}, more than {in_words(LARGEST_FILE)}; remove it")
 
 
 def hidden(name: str) -> bool:

@@ -1,8 +1,8 @@
-"""Trees of pictures in folders named for their classes: found, listed and checked, split by keys alone.
+"""Trees of images in folders named for their classes: found, listed and checked, split by keys alone.
 
-A tree holds `train/<class>/<picture>` and `test/<class>/<picture>`, as a folder or as a zip file, possibly below one
+A tree holds `train/<class>/<image>` and `test/<class>/<image>`, as a folder or as a zip file, possibly below one
 folder more. In place of `test` it may have `val` or `validation`; the first of the three that is there is taken.
-Pictures may lie deeper below their class. What is beside the classes, hidden files, `__MACOSX`, and notes such as .txt
+Images may lie deeper below their class. What is beside the classes, hidden files, `__MACOSX`, and notes such as .txt
 or .csv are left out; any other file below a class must be an image of a format that is read (`tree_files`).
 """
 
@@ -26,7 +26,7 @@ NOTES = frozenset((".txt", ".csv", ".tsv", ".json", ".xml", ".md", ".html", ".db
 
 
 class ImageFile(NamedTuple):
-    """A picture of a tree: its name in there, its class by number, and what changes when its file does."""
+    """An image of a tree: its name in there, its class by number, and what changes when its file does."""
 
     name: str
     label: int
@@ -35,7 +35,7 @@ class ImageFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Tree:
-    """What a tree holds; nothing is decoded. Classes are in the order of their names, pictures in that of theirs."""
+    """What a tree holds; nothing is decoded. Classes are in the order of their names, images in that of theirs."""
 
     path: Path
     classes: tuple[str, ...]
@@ -54,7 +54,7 @@ class Tree:
         if "train" not in below or test is None:
             raise DataError(
                 f"'{path}' has no part '{'test' if 'train' in below else 'train'}', only "
-                f"{', '.join(sorted(below)) or 'files'}; put pictures into train/<class>/ and test/<class>/"
+                f"{', '.join(sorted(below)) or 'files'}; put images into train/<class>/ and test/<class>/"
             )
         grouped = {part: _by_class(path, f"{base}{part}/", files) for part in ("train", test)}
         classes = _checked_classes(path, grouped["train"], grouped[test], test)
@@ -66,11 +66,11 @@ class Tree:
         return cls(path, classes, entries("train"), entries(test))
 
     def split(self, validation: float, limit: int | None = None) -> tuple[tuple[ImageFile, ...], tuple[ImageFile, ...]]:
-        """Return the pictures to train on and those set aside for validation, both of the train part.
+        """Return the images to train on and those set aside for validation, both of the train part.
 
-        validation: the share of each class that is set aside, at least one picture of it unless the share is 0.
+        validation: the share of each class that is set aside, at least one image of it unless the share is 0.
         limit: at most so many of the rest, of each class in proportion; one of each class before two of any.
-        Fixed by the names of a class and its pictures; fewer by `limit` are always among more.
+        Fixed by the names of a class and its images; fewer by `limit` are always among more.
         """
         kept: list[tuple[float, int, int]] = []
         aside: list[int] = []
@@ -80,8 +80,8 @@ class Tree:
         for label, (name, size) in enumerate(zip(self.classes, sizes, strict=True)):
             if validation and size < 2:
                 raise DataError(
-                    f"class '{name}' of '{self.path}' has one training picture, and none could be set aside for "
-                    "validation; add pictures or set validation to 0"
+                    f"class '{name}' of '{self.path}' has one training image, and none could be set aside for "
+                    "validation; add images or set validation to 0"
                 )
             count = min(max(round(validation * size), 1), size - 1) if validation else 0
             generator = stream("split", "pictures", "class", name)
@@ -112,9 +112,9 @@ def find_tree(name: str, folder: Path | None) -> Path:
 
     folder: None means the variable XKFAC_DATA. Raises DataError when there is none.
     """
-    path = in_data_folder(name, folder, "pictures")
+    path = in_data_folder(name, folder, "images")
     if not path.name:  # the root of the file system is no tree
-        raise DataError(f"the pictures '{name}' are not named; give the name of a folder or a zip file")
+        raise DataError(f"the images '{name}' are not named; give the name of a folder or a zip file")
     for candidate in map(check_path, (path, path.with_name(f"{path.name}.zip"))):
         # A named pipe or a device must not be opened: reading it may never end.
         if candidate.is_dir() or (candidate.is_file() and zipfile.is_zipfile(candidate)):
@@ -126,18 +126,18 @@ def find_tree(name: str, folder: Path | None) -> Path:
         known = sorted(item.name for item in path.parent.iterdir() if item.is_dir() or item.suffix == ".zip")
     there = f"there are {', '.join(known[:10])}{', ...' * (len(known) > 10)}" if known else "nothing like it is there"
     raise DataError(
-        f"there are no pictures '{path.name}', folder or zip file, in '{path.parent}'{nearest(path.name, known)}: "
+        f"there are no images '{path.name}', folder or zip file, in '{path.parent}'{nearest(path.name, known)}: "
         f"{there}; correct the name, or the folder with --data FOLDER"
     )
 
 
 def labels_of(entries: Iterable[ImageFile]) -> Tensor:
-    """Return the classes of pictures by number, [n] int64."""
+    """Return the classes of images by number, [n] int64."""
     return torch.tensor([entry.label for entry in entries], dtype=torch.int64, device="cpu")
 
 
 def _by_class(path: Path, prefix: str, files: Files) -> dict[str, Files]:
-    """Return the pictures below `prefix` by class; a class without any has an empty list."""
+    """Return the images below `prefix` by class; a class without any has an empty list."""
     classes: dict[str, Files] = {}
     for name, stamp in files:
         label, slash, inner = name.removeprefix(prefix).partition("/")
@@ -148,8 +148,7 @@ def _by_class(path: Path, prefix: str, files: Files) -> dict[str, Files]:
             continue
         if not is_image(inner):
             raise DataError(
-                f"'{name}' of '{path}' is no picture by its ending; remove it, or save it as one of "
-                f"{', '.join(FORMATS)}"
+                f"'{name}' of '{path}' is no image by its ending; remove it, or save it as one of {', '.join(FORMATS)}"
             )
         pictures.append((name, stamp))
     return classes
@@ -158,16 +157,12 @@ def _by_class(path: Path, prefix: str, files: Files) -> dict[str, Files]:
 def _checked_classes(path: Path, train: dict[str, Files], test: dict[str, Files], name: str) -> tuple[str, ...]:
     for part, classes in (("train", train), (name, test)):
         if not classes:
-            raise DataError(f"the part '{part}' of '{path}' has no classes; put pictures into {part}/<class>/")
+            raise DataError(f"the part '{part}' of '{path}' has no classes; put images into {part}/<class>/")
         empty = sorted(label for label, pictures in classes.items() if not pictures)
         if empty:
-            raise DataError(
-                f"class '{empty[0]}' of '{path}' has no pictures in '{part}'; add some or remove its folder"
-            )
+            raise DataError(f"class '{empty[0]}' of '{path}' has no images in '{part}'; add some or remove its folder")
     for label in sorted(set(train) ^ set(test)):
         there, missing = ("train", name) if label in train else (name, "train")
         close = nearest(label, set(train if missing == "train" else test))
-        raise DataError(
-            f"class '{label}' of '{path}' is in '{there}' but not in '{missing}'{close}; add it there or remove it here"
-        )
+        raise DataError(f"class '{label}' of '{path}' is in '{there}' but not in '{missing}'{close}; add or remove it")
     return tuple(sorted(train))

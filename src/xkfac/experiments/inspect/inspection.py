@@ -26,13 +26,12 @@ Show = Callable[[int, int, str], None]
 def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show: Show | None = None) -> dict[str, Any]:
     """Return the facts of a memory file as plain values: of the memory, of each unit, and of its calibration.
 
-    Of each unit, `trace` is that of its curvature block: the sum of the Fisher information of all its numbers.
-    `between` is the share of it in the last term of each task's: what the gradients of a mini-batch have in common.
-    `largest`, `effective rank` and `spectra` are explained at `xkfac.experiments.spectra`, the `entries` of units and
-    memory, mean absolute values with standard errors, at `xkfac.experiments.entries`.
+    The `trace` of a unit is that of its curvature block: the sum of the Fisher information of all its numbers.
+    `between` is the share of the trace in the last terms of all tasks: what the gradients of a mini-batch have in
+    common. `spectra.py` explains `largest`, `effective rank` and `spectra`; `entries.py` explains `entries`.
 
-    batch: the size of the mini-batches that the factors were estimated with, which the paper's form needs to tell
-    K-FAC. seed: of the entries that are drawn. show: is told how many units are done, of how many, and which is next.
+    batch: the size of the mini-batches that the factors were estimated with; the paper's form needs it for K-FAC.
+    seed: of the entries that are drawn. show: called with how many units are done, how many there are, and the next.
     """
     memory = Memory.load(path)
     note = ""
@@ -43,10 +42,11 @@ def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show:
     for place, unit in enumerate(memory.units):
         if show is not None:
             show(place, len(memory.units), unit.name)
-        block, joint = _block(memory, unit.name)
+        block = memory.curvature.block(unit.name)
+        assert block is not None
         means = _entries(block, memory, batch, generator)
         entries.append(means)
-        units.append(_unit_facts(memory, unit, block, joint, means))
+        units.append(_unit_facts(memory, unit, block, means))
     over_units = {name: over_blocks(of[name] for of in entries if name in of) for name in NAMES}
     found = {
         "file": str(path),
@@ -64,9 +64,7 @@ def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show:
     return plain
 
 
-def _unit_facts(
-    memory: Memory, unit: Unit, block: Block, joint: bool, means: Mapping[str, MeanEntry]
-) -> dict[str, Any]:
+def _unit_facts(memory: Memory, unit: Unit, block: Block, means: Mapping[str, MeanEntry]) -> dict[str, Any]:
     levels = len(memory.method.settings.levels)
     total, share = trace(block), None
     if isinstance(block, Kronecker) and levels > 1 and total:
@@ -78,7 +76,7 @@ def _unit_facts(
         "kind": unit.kind,
         "norm": unit.norm,
         "shape": "x".join(map(str, unit.shape)),
-        "curvature": "joint" if joint else type(block).__name__.lower(),
+        "curvature": "joint" if unit.name in memory.curvature.joint_units else type(block).__name__.lower(),
         "trace": total,
         "between": share,
         "largest": largest,
@@ -88,14 +86,6 @@ def _unit_facts(
         "anchor norm": float(memory.anchor[unit.name].norm()),
         "entries": {name: asdict(mean) for name, mean in means.items()} or None,
     }
-
-
-def _block(memory: Memory, name: str) -> tuple[Block, bool]:
-    """Return the block of a unit, and whether it is cut out of a product across layers."""
-    curvature = memory.curvature
-    if name in curvature.blocks or curvature.joint is None:
-        return curvature.blocks[name], False
-    return curvature.joint.own_block(curvature.joint_units.index(name)), True
 
 
 def _entries(block: Block, memory: Memory, batch: int | None, generator: torch.Generator) -> dict[str, MeanEntry]:

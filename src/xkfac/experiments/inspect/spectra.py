@@ -16,7 +16,6 @@ from torch import Tensor
 
 from xkfac.curvature.blocks import Block, Corrected, Diagonal, Kronecker, Term
 
-WIDE = torch.float64
 DECADES = 6  # what lies below is rounding, in factors of single precision
 _BARS = " ▁▂▃▄▅▆▇█"
 _DENSE = 512  # a matrix of this size is decomposed sooner than multiplied with
@@ -56,7 +55,7 @@ class Spectrum:
 
     @property
     def sparkline(self) -> str:
-        """One bar a decade, the largest eigenvalues first; its height is the logarithm of how many lie there."""
+        """One bar per decade, the largest eigenvalues first; its height is the logarithm of how many lie there."""
         top = math.log1p(max(self.size, 1))
         return "".join(_BARS[math.ceil(math.log1p(count) / top * (len(_BARS) - 1))] for count in self.decades)
 
@@ -104,8 +103,8 @@ def effective_rank(block: Block) -> float:
 
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:
-    """Return tr(M N) of symmetric matrices [groups, F, F], a number a group."""
-    return (one * other).sum((1, 2), dtype=WIDE)
+    """Return tr(M N) of symmetric matrices [groups, F, F], one number per group."""
+    return (one * other).sum((1, 2), dtype=torch.float64)
 
 
 def largest_eigenvalue(block: Block, seed: int = 0) -> tuple[float, float]:

@@ -1,11 +1,10 @@
 """The networks that torchvision and timm know by name."""
 
-import difflib
 from typing import Any
 
 from torch import nn
 
-from xkfac.errors import XkfacError
+from xkfac.errors import XkfacError, nearest
 from xkfac.experiments.packages import imported
 
 TIMM = "timm:"
@@ -51,8 +50,7 @@ def classifier_path(model: str, network: Any) -> str:
 
 
 def _unknown(model: str, known: list[str]) -> BackboneError:
-    near = difflib.get_close_matches(model, known, 3)
-    hint = f"; near to it are {', '.join(near)}" if near else ""
     return BackboneError(
-        f"model '{model}' is not known{hint}; name one of torchvision's classification models, or timm:NAME of timm's"
+        f"model '{model}' is not known{nearest(model, known)}; name one of torchvision's classification models, or "
+        "timm:NAME of timm's"
     )

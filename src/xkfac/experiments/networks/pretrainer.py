@@ -12,7 +12,7 @@ from xkfac.errors import XkfacError
 from xkfac.experiments.data.augmentation import Augmentation
 from xkfac.experiments.data.digits import Part, stream
 from xkfac.experiments.networks.backbones import ManyHeaded, Stem
-from xkfac.experiments.recipes.recipe import Resize
+from xkfac.experiments.recipes.recipe import Resize, Scale
 from xkfac.experiments.recipes.toml_tables import Share, whole
 from xkfac.model.cuda_graphs import captured
 from xkfac.plain_values import Amount, check_fields
@@ -46,19 +46,18 @@ class Pretraining:
     momentum: Share = 0.9
     decay: Amount = 5e-4
     smoothing: Share = 0.1
-    scale: tuple[float, float] = (0.25, 1.0)
+    scale: Scale = (0.25, 1.0)
     flip: bool = True
     cutmix: Amount = 0.0
     seed: Annotated[int, whole(0, 2**53)] = 0
 
     def __post_init__(self) -> None:
         check_fields(self, PretrainingError)
-        _ = self.augmentation  # says what is wrong with it before any image is decoded
 
     @property
     def augmentation(self) -> Augmentation:
         """How images become inputs."""
-        return Augmentation(self.pixels, scale=self.scale, flip=self.flip)
+        return Augmentation(self.pixels, (self.scale[0], self.scale[1]), flip=self.flip)
 
     def rates(self, steps: int) -> Tensor:
         """Return the learning rates [epochs, steps] of all steps."""
@@ -162,7 +161,7 @@ class Trainer:
 
 @torch.no_grad()
 def accuracy(net: nn.Module, pictures: Part, augmentation: Augmentation) -> float:
-    """Return the percentage of pictures that a network in evaluation mode gets right."""
+    """Return the percentage of images that a network in evaluation mode gets right."""
     net.eval()
     right = torch.zeros((), dtype=torch.long, device=pictures.x.device)
     for x, y in zip(torch.split(pictures.x, CHUNK), torch.split(pictures.y, CHUNK), strict=True):

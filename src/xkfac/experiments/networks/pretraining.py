@@ -1,4 +1,4 @@
-"""Make a source network: train a backbone on a tree of pictures, from where it was left off.
+"""Make a source network: train a backbone on a tree of images, from where it was left off.
 
 NAME.safetensors               the weights, in the names of torchvision or timm; there once all is done
 NAME.json                      what was measured, with command, commit, seed and hardware
@@ -22,7 +22,7 @@ from xkfac.errors import MemoryFileError
 from xkfac.experiments.data.digits import Part, Parts
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.data.trees import find_tree
-from xkfac.experiments.files import check_path, replace_file
+from xkfac.experiments.files import check_path, write_file
 from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.pretrainer import Pretraining, PretrainingError, Trainer, accuracy
 from xkfac.experiments.networks.weights import save_source
@@ -64,14 +64,14 @@ def pretrain(
     workers: int = 1,
     progress: Callable[[Epoch], None] | None = None,
 ) -> Pretrained:
-    """Train a source network on a tree of pictures, write its weights, and return what was measured.
+    """Train a source network on a tree of images, write its weights, and return what was measured.
 
     data: the name of a tree in `folder`, by default in XKFAC_DATA, or its parts. weights: the .safetensors file to
     make. The same call goes on after an interruption, to the same numbers. The validation part is measured after every
     epoch, the test part once at the end. progress: called after every epoch. workers: processes that decode images.
 
     Raises PretrainingError when the file is there already, a checkpoint beside it is of other settings or data, the
-    loss is not finite, or the pictures do not fit on the device.
+    loss is not finite, or the images do not fit on the device.
     """
     settings, path, place = settings or Pretraining(), Path(weights), device_of(device, PretrainingError)
     _check_target(path)
@@ -120,7 +120,7 @@ class _Job:
         try:
             description, tensors = storage.read(self._checkpoint, CHECKPOINT)
         except MemoryFileError as error:
-            raise PretrainingError(f"the checkpoint cannot be gone on with: {error}, or {remedy}") from None
+            raise PretrainingError(f"the checkpoint cannot be resumed: {error}, or {remedy}") from None
         for field, value in self._origin.items():
             if description["told"].get(field) != value:
                 raise PretrainingError(
@@ -150,22 +150,14 @@ class _Job:
         known |= provenance(place, torch.get_num_threads())
         seconds = sum(entry.seconds for entry in self.history)
         record = {**known, "seconds": seconds, "classes": self.parts.classes, "history": [*map(asdict, self.history)]}
-        _write(self.path.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+        content = json.dumps(record, indent=1).encode() + b"\n"
+        write_file(self.path.with_suffix(".json"), content, PretrainingError, "free space, and the same call goes on")
         save_source(self.trainer.net, self.path, self.task, known)
         self._checkpoint.unlink(missing_ok=True)
         return Pretrained(self.path, self.parts.classes, validation, test, tuple(self.history))
 
     def _accuracy(self, pictures: Part) -> float:
         return accuracy(self.trainer.net, pictures, self.settings.augmentation)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        replace_file(path, text.encode())
-    except OSError as error:
-        raise PretrainingError(
-            f"'{path}' could not be written ({error.strerror}); free space there, and the same call goes on"
-        ) from None
 
 
 def _check_target(path: Path) -> None:
@@ -177,28 +169,24 @@ def _check_target(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PretrainingError(
-            f"the folder '{path.parent}' cannot be made ({error.strerror}); choose another"
-        ) from None
+        raise PretrainingError(f"folder '{path.parent}' cannot be made ({error.strerror}); choose another") from None
 
 
 def _check_data(parts: Parts, settings: Pretraining, place: torch.device) -> None:
     if settings.batch > len(parts.train):
-        raise PretrainingError(
-            f"batch is {settings.batch}, but there are {len(parts.train)} training pictures; choose a smaller one"
-        )
+        raise PretrainingError(f"batch is {settings.batch}, but there are {len(parts.train)} training images; lower it")
     if not len(parts.test):
-        raise PretrainingError("there are no test pictures to measure the network on; load the part 'test' too")
+        raise PretrainingError("there are no test images to measure the network on; load the part 'test' too")
     size = sum(part.x.numel() for part in (parts.train, parts.validation, parts.test))
     if place.type == "cuda" and size > (free := torch.cuda.mem_get_info(place)[0]):
         raise PretrainingError(
-            f"the pictures take {size / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB free; use fewer pixels, "
+            f"the images take {size / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB free; use fewer pixels, "
             "or weights that others have trained"
         )
 
 
 def _digest(parts: Parts) -> str:
-    """Return what tells pictures from others: all labels, the number of pictures, and some of them."""
+    """Return what tells images from others: all labels, the number of images, and some of them."""
     digest = hashlib.blake2b(json.dumps(parts.classes).encode(), digest_size=8)
     for part in (parts.train, parts.validation, parts.test):
         few = part.x[:: max(1, len(part) // 100)].cpu()

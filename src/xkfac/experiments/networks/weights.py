@@ -1,4 +1,4 @@
-"""Pretrained weights of a network with one head a task: read from files or downloads, checked, and written."""
+"""Pretrained weights of a network with one head per task: read from files or downloads, checked, and written."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from xkfac import files
-from xkfac.errors import XkfacError, nearest
+from xkfac.errors import MemoryFileError, XkfacError, nearest
 from xkfac.experiments.files import check_path
 from xkfac.experiments.networks.backbones import Architecture, ManyHeaded
 from xkfac.experiments.networks.library import TIMM, BackboneError, library_model
@@ -84,17 +84,13 @@ def save_source(net: ManyHeaded, path: str | Path, task: str, facts: Mapping[str
     architecture, path = _architecture(net), Path(path)
     if path.suffix != ".safetensors":
         raise WeightsError(f"'{path}' must end in .safetensors, which is what is written")
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in _library_state(net, task).items()}
     known = {"model": architecture.model, "stem": architecture.stem, "task": task, "classes": net.tasks[task]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with files.replacing(path) as temporary:
-            files.save_file(state, temporary, {"format": "pt", "facts": json.dumps({**facts, **known})})
-    except OSError as error:
-        raise WeightsError(
-            f"'{path}' could not be written and is as it was before ({error.strerror}); free space there or choose "
-            "another place"
-        ) from None
+        metadata = {"format": "pt", "facts": json.dumps({**facts, **known})}
+        files.write_tensors(path, _library_state(net, task), metadata)
+    except (OSError, MemoryFileError) as error:
+        raise WeightsError(str(error)) from None
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -120,9 +116,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if isinstance(found, dict):
         found = next((found[key] for key in _INSIDE if isinstance(found.get(key), dict)), found)
     if not isinstance(found, dict) or not found or not all(isinstance(one, Tensor) for one in found.values()):
-        raise WeightsError(
-            f"'{path}' holds no state dict, plain or below {', '.join(_INSIDE)}; save model.state_dict()"
-        )
+        raise WeightsError(f"'{path}' holds no state dict, plain or in {', '.join(_INSIDE)}; save model.state_dict()")
     for wrapper in _WRAPPERS:
         if all(name.startswith(wrapper) for name in found):
             found = {name.removeprefix(wrapper): tensor for name, tensor in found.items()}
@@ -141,10 +135,7 @@ def _fitting(
             given[name] = tensor
     fault = _misfit(given, own, architecture.classifier)
     if fault is not None:
-        raise WeightsError(
-            f"{where} is not of '{architecture.model}': it {fault}; name weights of this model, or the model that they "
-            "are of"
-        )
+        raise WeightsError(f"{where} is not of '{architecture.model}': it {fault}; name matching weights or model")
     return given
 
 
@@ -191,7 +182,5 @@ def _downloaded(model: str, which: str = "") -> dict[str, Tensor]:
     except XkfacError:
         raise
     except Exception as error:  # whatever a client of the network raises: the reason is in the sentence
-        raise WeightsError(
-            f"the pretrained weights of '{model}' cannot be had ({error}); name a file that has them"
-        ) from error
+        raise WeightsError(f"pretrained weights of '{model}' cannot be had ({error}); name a file of them") from error
     return state

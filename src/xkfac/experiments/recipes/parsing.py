@@ -103,9 +103,12 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     # Also what no line has a use for: a value that means nothing is not passed over.
     build(Line, defaults, "defaults")
     built = {name: _line(name, as_table(own, f"lines.{name}"), defaults, tasks) for name, own in lines.items()}
-    for key in figures:
+    drawn: dict[str, Figure] = {}
+    for key, own in figures.items():
         _check_name(key, "figure")
-    drawn = {key: _figure(key, as_table(own, f"figures.{key}"), sweeps) for key, own in figures.items()}
+        figure = build(Figure, as_table(own, f"figures.{key}"), f"figures.{key}")
+        shown = tuple(line for name in figure.lines for line in sweeps.get(name, (name,)))
+        drawn[key] = replace(figure, lines=shown)
     alone = tuple(name for name, line in built.items() if not line.sweep)
     if not drawn and alone:  # sweeps have a figure of their own
         drawn = {"accuracy": Figure("Average accuracy", lines=alone)}
@@ -118,18 +121,10 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     return recipe
 
 
-def _figure(key: str, own: dict[str, Any], sweeps: Mapping[str, tuple[str, ...]]) -> Figure:
-    """Return a figure; the name of a sweep stands for its lines."""
-    figure: Figure = build(Figure, own, f"figures.{key}")
-    return replace(figure, lines=tuple(line for name in figure.lines for line in sweeps.get(name, (name,))))
-
-
 def _images(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the images and tasks of a recipe that has them."""
     if "data" in given:
-        raise RecipeError(
-            "a recipe has either [data], for permuted digits, or [images] and [tasks.NAME]; leave one out"
-        )
+        raise RecipeError("a recipe has [data], for permuted digits, or [images] and [tasks.NAME]; leave one out")
     tasks = given.get("tasks", {})
     if len(tasks) < 2:
         raise RecipeError(f"a recipe of images needs a source and a target; it has {len(tasks)} [tasks.NAME] tables")
@@ -206,9 +201,7 @@ def _check_grid(line: Line, where: str) -> None:
 
 def _check_name(name: str, what: str) -> None:
     if not _NAME.fullmatch(name):
-        raise RecipeError(
-            f"the {what} name '{shortened(name)}' must be made of lower-case letters, digits, '-', '_' and '.' alone"
-        )
+        raise RecipeError(f"the {what} name '{shortened(name)}' may have a-z, 0-9, '-', '_' and '.' alone")
     if len(name) > LONGEST_NAME:
         raise RecipeError(
             f"the {what} name '{shortened(name)}' has {len(name)} characters; files are called by it, so that it must "
@@ -223,16 +216,11 @@ def _check_numbers(line: Line, where: str) -> None:
     if any(not 1 <= count <= line.tasks for count in line.at) or any(a >= b for a, b in pairwise(line.at)):
         raise RecipeError(f"{where}: 'at' must be growing numbers of tasks from 1 to {line.tasks}, not {list(line.at)}")
     if line.head_epochs >= line.epochs:
-        raise RecipeError(
-            f"{where}: head_epochs={line.head_epochs} leaves no epoch of {line.epochs} to what is protected; lower it"
-        )
+        raise RecipeError(f"{where}: head_epochs={line.head_epochs} leaves no epoch to what is protected; lower it")
     if line.average > line.epochs:
         raise RecipeError(f"{where}: average={line.average} is more than the {line.epochs} epochs there are")
     if line.average and line.early_stopping:
-        raise RecipeError(
-            f"{where}: early_stopping keeps the weights of one epoch and average={line.average} those of several; "
-            "choose one"
-        )
+        raise RecipeError(f"{where}: early_stopping keeps one epoch and average={line.average} several; choose one")
 
 
 def _check_recipe(recipe: Recipe) -> None:

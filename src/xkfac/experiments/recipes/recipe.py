@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal, Self
 from xkfac.errors import nearest
 from xkfac.experiments.recipes.toml_tables import (
     Count,
-    Positive,
     RecipeError,
     Share,
     number,
@@ -31,7 +30,7 @@ from xkfac.experiments.recipes.toml_tables import (
     write_value,
 )
 from xkfac.methods import METHODS, Method, get_method
-from xkfac.plain_values import Amount, Range
+from xkfac.plain_values import Amount, Positive, Range
 
 DataSet = Literal["mnist", "digits"]
 Norm = Literal["bn", "brn", "none"]
@@ -43,11 +42,11 @@ UNPROTECTED = (JOINT, SINGLE)
 _READING = ("interpretation", "recentre")
 _OF_STATISTICS = ("fixed_bn", "interpretation", "bn_momentum")
 _PENALISED_ONLY = (
-    *("damping", "strength", "calibrated", "steady", "implicit", "lr_by_share", "head_epochs", "bn_momentum"),
-    *("balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
+    *("damping", "strength", "penalty_every", "calibrated", "steady", "implicit", "lr_by_share", "head_epochs"),
+    *("bn_momentum", "balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
     *_READING,
 )
-_PERCEPTRON_ONLY = ("norm", "widths", "at")
+_PERCEPTRON_ONLY = ("norm", "activation", "widths", "at")
 Momentum = Annotated[float, Range("above 0 and at most 1", lambda value: 0 < value <= 1)]
 Widths = Annotated[
     tuple[int, ...],
@@ -124,9 +123,10 @@ class Line:
     """One curve of a figure: a network, how it is trained, and what protects it.
 
     label, note: what figures and tables call it, and what it is. tasks: how many are learnt, one after the other.
-    norm: `bn`, `brn` or `none` before each ReLU. widths: units of the hidden layers.
+    norm: `bn`, `brn` or `none` before each activation, `relu` or `gelu`. widths: units of the hidden layers.
     epochs, batch, lr, momentum: SGD; the learning rate is divided by `lr_factor` every `lr_every` epochs, or falls to
-    `lr_end` along a half cosine where that is given. label_smoothing: that of the loss.
+    `lr_end` along a half cosine where that is given. label_smoothing: that of the loss. sharpness: rho of
+    `xkfac.sharpened`, 0 for plain losses.
     target_lr: the learning rate from the second task on, where it is another; at 0 BN's statistics alone move.
     lr_by_share: multiply the learning rate of a target by (T+1)/2 where T tasks are known: its loss has the share
     1/(T+1) of the objective, and each target is then learnt with steps as long as those of the first.
@@ -137,12 +137,13 @@ class Line:
     own: layers that each task has of its own, by patterns of their paths; `method` says whether BN is too. The task
     of a permuted image is then inferred from the image (`xkfac.Router`).
     interpretation, recentre: the method's own unless given. fixed_bn: every BN stays as the first task left it.
-    damping, strength: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that calibration on
-    held-out examples of the first task found. steady: take no learning rate above half of what is stable along the
-    penalty's stiffest direction, for the parameters that it protects. implicit: take the stiff part of the penalty
-    implicitly, which allows for longer steps. head_epochs: the first epochs of a task, in which the parameters that
-    are protected stand still and the new head alone learns. bn_momentum: how fast BN's running statistics follow while
-    a task is learnt under a penalty, BN's own rate unless given; strong penalties see their noise, and need it slow.
+    damping, strength, penalty_every: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that
+    calibration on held-out examples of the first task found. steady: take no learning rate above half of what is stable
+    along the penalty's stiffest direction, for the parameters that it protects. implicit: take the stiff part of the
+    penalty implicitly, which allows for longer steps. head_epochs: the first epochs of a task, in which the parameters
+    that are protected stand still and the new head alone learns. bn_momentum: how fast BN's running statistics follow
+    while a task is learnt under a penalty, BN's own rate unless given; strong penalties see their noise, and need it
+    slow.
     balance: adaptive alpha_s and alpha_t, updated every `balance_every` steps; C_t is the training loss at the end of
     the line whose method is `single`.
     curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}.
@@ -157,6 +158,7 @@ class Line:
     note: str = ""
     tasks: Annotated[int, whole(1, 10_000)] = 10
     norm: Norm = "bn"
+    activation: Literal["relu", "gelu"] = "relu"
     widths: Widths = (128, 128)
     epochs: Annotated[int, whole(1, 1_000_000)] = 15
     batch: Annotated[int, whole(2)] = 128
@@ -170,6 +172,7 @@ class Line:
     early_stopping: bool = True
     average: Count = 0
     label_smoothing: Share = 0.0
+    sharpness: Amount = 0.0
     method: str = "xkfac"
     at: tuple[int, ...] = ()
     own: tuple[str, ...] = ()
@@ -178,6 +181,7 @@ class Line:
     fixed_bn: bool = False
     damping: Amount = 1e-4
     strength: Amount = 1.0
+    penalty_every: Positive = 1
     calibrated: bool = False
     steady: bool = False
     implicit: bool = False
@@ -248,11 +252,6 @@ class Plan:
     epochs: int
     count: int
     tasks: tuple[str, ...] = ()
-
-    @property
-    def named(self) -> str:
-        """The tasks in words."""
-        return ", ".join(self.tasks) or f"{self.count} tasks"
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

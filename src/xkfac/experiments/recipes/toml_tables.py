@@ -26,7 +26,6 @@ def number(least: float, below: float = math.inf) -> Range:
 
 
 Count = Annotated[int, whole(0)]
-Positive = Annotated[int, whole(1)]
 Share = Annotated[float, number(0, 1)]
 
 

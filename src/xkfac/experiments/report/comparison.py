@@ -39,18 +39,17 @@ def compare(runs: Sequence[RunResults]) -> list[Comparison]:
     by_name: dict[str, list[ReportLine]] = {}
     for entry in entries(runs):
         by_name.setdefault(entry.name, []).append(entry)
-    pairs = [(same[0], other) for same in by_name.values() for other in same[1:]]
-    return [_comparison(first, second) for first, second in pairs if first.averages.keys() & second.averages.keys()]
-
-
-def _comparison(first: ReportLine, second: ReportLine) -> Comparison:
-    tasks = max(first.averages.keys() & second.averages.keys())
-    a, b = first.averages[tasks], second.averages[tasks]
-    error, margin = welch(a, b)
-    gap = b.mean - a.mean
-    label = printable(first.line.label or first.name)
-    runs = (first.run, second.run)
-    return Comparison(first.name, label, runs, tasks, a, b, gap, error, gap - margin, gap + margin)
+    compared = []
+    for first, second in ((same[0], other) for same in by_name.values() for other in same[1:]):
+        common = first.averages.keys() & second.averages.keys()
+        if common:
+            tasks = max(common)
+            a, b = first.averages[tasks], second.averages[tasks]
+            error, margin = welch(a, b)
+            gap, label = b.mean - a.mean, printable(first.line.label or first.name)
+            names = (first.name, label, (first.run, second.run))
+            compared.append(Comparison(*names, tasks, a, b, gap, error, gap - margin, gap + margin))
+    return compared
 
 
 def welch(a: Spread, b: Spread, level: float = 0.95) -> tuple[float, float]:

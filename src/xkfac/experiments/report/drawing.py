@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
-from xkfac.errors import XkfacError, shortened
-from xkfac.experiments.files import replace_file
+from xkfac.errors import shortened
+from xkfac.experiments.files import write_file
 from xkfac.experiments.report.styles import Style, inline_svg, looks, rendered
 from xkfac.experiments.report.tables import csv_text
 
@@ -102,13 +102,3 @@ def save(canvas: Canvas, plot: Plot, folder: Path) -> Plot:
     write_file(folder / f"{plot.key}.svg", svg)
     write_file(folder / f"{plot.key}.csv", csv_text(plot.header, plot.rows).encode())
     return replace(plot, element=inline_svg(svg.decode(), f"{plot.key}.", plot.alt))
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file, replacing what is there only once all is written."""
-    try:
-        replace_file(path, content)
-    except OSError as error:
-        raise XkfacError(
-            f"'{path}' could not be written ({error.strerror}); free space, or choose another folder"
-        ) from None

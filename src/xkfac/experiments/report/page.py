@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.files import check_path
+from xkfac.experiments.files import check_path, write_file
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.recipes.toml_tables import write_value
 from xkfac.experiments.report.choices import read_tuned
 from xkfac.experiments.report.comparison import compare, comparison_table
-from xkfac.experiments.report.drawing import write_file
 from xkfac.experiments.report.figures import draw_all
 from xkfac.experiments.report.image_tables import accuracy_table, image_tables, inference_table, share_table, tables_csv
 from xkfac.experiments.report.markup import counted, rendered

@@ -1,4 +1,4 @@
-"""Target accuracy against average accuracy, one point a setting of hyperparameters (app:res of the paper).
+"""Target accuracy against average accuracy, one point per setting of hyperparameters (app:res of the paper).
 
 Hyperparameters are chosen by what a target task shows, without source data. That works as far as settings that are
 better on the target are better on all tasks: as far as the two accuracies rank settings alike.

@@ -79,9 +79,9 @@ class ReportLine:
         return self.averages.get(self.reached)
 
     def at_the_end(self, of: Callable[[JobResult], float | None]) -> Spread | None:
-        """Return a metric over the repeats that got furthest; None of a reference, which learns no task after another.
+        """Return a metric over the repeats that got furthest; None of a reference.
 
-        Where a reference has all rows, they must not be read as if it did.
+        A reference does not learn one task after the other, so its rows say nothing about forgetting or transfer.
         """
         jobs = [] if self.reference else self.results.jobs
         return spread([of(job) for job in jobs if 0 < self.reached == tasks_measured(job)])

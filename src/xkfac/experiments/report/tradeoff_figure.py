@@ -32,7 +32,10 @@ def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOF
     """
     shown = [*found.curves, *found.alone]
     styles = [_style(place, curve) for place, curve in enumerate(shown)]
-    placed = [_placed(curve) for curve in shown]
+    measured = [
+        [(p.kept, p.share) for p in curve.points if p.kept is not None and p.share is not None] for curve in shown
+    ]
+    placed = [[(in_percent(kept), in_percent(share)) for kept, share in curve] for curve in measured]
     ends = "; ".join(f"{curve.label} {number(curve.area, 3)}" for curve in found.curves)
     what = f"{found.what} (%)"
     alt = f"{title}: {what} against what is kept of {found.source} in percent. Areas under the curves: {ends}."
@@ -72,12 +75,6 @@ def _style(place: int, curve: Tradeoff) -> Style:
     """Return the style of a curve: dashes tell the kind of curvature, colour and marker the method."""
     style = style_of(place, place % HUES, curve.points[0].entry.line)
     return style if curve.key else replace(style, size=1.4 * style.size, hollow=True)
-
-
-def _placed(curve: Tradeoff) -> _Placed:
-    """Return the means and deviations of a curve's points in %, as far as they are measured."""
-    pairs = ((point.kept, point.share) for point in curve.points)
-    return [(in_percent(kept), in_percent(share)) for kept, share in pairs if kept is not None and share is not None]
 
 
 def _draw(axes: Axes, points: _Placed, style: Style) -> None:

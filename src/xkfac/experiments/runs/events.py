@@ -1,4 +1,4 @@
-"""The events of a job, one JSON object a line: every one checked, all of them against what the job has to do."""
+"""The events of a job, one JSON object per line: each is checked, and all of them against what the job has to do."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -84,7 +84,8 @@ def _check_start(events: Sequence[Event], line: str, seed: int, plan: Plan) -> N
             raise EventsError(f"it is of line '{start['line']}' with seed {start['seed']}")
         names = start.get("tasks")
         if names and (len(names) != plan.count or (plan.tasks and tuple(names) != plan.tasks)):
-            raise EventsError(f"its tasks are {', '.join(names)}, and recipe.toml has {plan.named}")
+            wanted = ", ".join(plan.tasks) or f"{plan.count} tasks"
+            raise EventsError(f"its tasks are {', '.join(names)}, and recipe.toml has {wanted}")
 
 
 def _check_epochs(epochs: Sequence[Event], plan: Plan) -> None:

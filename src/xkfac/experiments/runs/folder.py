@@ -2,7 +2,7 @@
 
     recipe.toml                       the recipe, every key written out
     run.json                          command, commit, versions, hardware, device, data folder, digest of recipe.toml
-    jobs/LINE/SEED/events.jsonl       one JSON object a line: start, epoch, task, end
+    jobs/LINE/SEED/events.jsonl       one JSON object per line: start, epoch, task, end
     jobs/LINE/SEED/checkpoint-*       the last two states of the job, tensors and numbers, no pickle
     jobs/LINE/SEED/memory-*           the memory that the latest states go on with
     results.json                      all of it, collected when the run ends

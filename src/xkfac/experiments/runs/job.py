@@ -16,9 +16,9 @@ from torch import Tensor
 
 from xkfac.errors import MemoryFileError, NotFiniteError
 from xkfac.experiments.data.digits import batches, stream
-from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Line
+from xkfac.experiments.recipes.recipe import JOINT, SINGLE, UNPROTECTED, Line
 from xkfac.experiments.runs.job_folder import JobFolder, RunError, writing
-from xkfac.experiments.runs.stages import Batches, JobState, Stage, stages_of
+from xkfac.experiments.runs.stages import Batches, JobState, Stage
 from xkfac.experiments.runs.tasks import TaskSequence
 from xkfac.experiments.runs.training import Examples, Stepper, load_momentum, make_optimizer, momentum_of
 from xkfac.learning.balance import Balance
@@ -51,7 +51,7 @@ class JobRun:
 
     def __post_init__(self) -> None:
         line = self.line
-        self.stages = stages_of(line)
+        self.stages = [Stage(count, line.method if line.method in UNPROTECTED else "") for count in line.counts]
         self.method = line.resolved_method()
         self._saved = time.monotonic()
         self._memory_file: str | None = None
@@ -151,19 +151,22 @@ class JobRun:
     def _stepper(self, examples: Examples, stage: Stage) -> Iterator[Stepper]:
         """Yield the stepper of a stage, with its learner begun or taken up again where there is a past to protect."""
         line = self.line
-        options: dict[str, Any] = {"label_smoothing": line.label_smoothing, "autocast": self.autocast}
+        options: dict[str, Any] = {"label_smoothing": line.label_smoothing, "sharpness": line.sharpness}
+        options["autocast"] = self.autocast
         if self.memory is None or not line.protected:
             yield Stepper(self.model, examples, make_optimizer(self.model, line.momentum), None, **options)
             return
         self._balance = self._new_balance(stage)
+        measured = self.memory.calibration if line.calibrated else None
+        scale = 1.0 if measured is None else measured.scale
         with Learner(
             self.model,
             self.memory,
             damping=line.damping,
-            strength=self._strength(),
+            strength=line.strength * scale,
             bn_momentum=line.bn_momentum,
             balance=self._balance,
-            penalty_every=1,  # the same numbers on every device
+            penalty_every=line.penalty_every,  # the same numbers on every device
         ) as learner:
             if self.state.epoch == 0:
                 # Statistics are pooled over all examples, so large batches give the same and are faster. They are of
@@ -190,13 +193,6 @@ class JobRun:
         implicit = learner.implicit(lr, self.line.momentum)
         self.model.load_state_dict(now)
         return implicit
-
-    def _strength(self) -> float:
-        assert self.memory is not None
-        if not self.line.calibrated:
-            return self.line.strength
-        assert self.memory.calibration is not None
-        return self.line.strength * self.memory.calibration.scale
 
     def _new_balance(self, stage: Stage) -> Balance | None:
         """Return the balance of a stage, with C_t as its floor, where the line has one."""

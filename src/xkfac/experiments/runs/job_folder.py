@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +29,13 @@ Found = TypeVar("Found")
 
 
 class RunError(XkfacError):
-    """A run that cannot be started, gone on with, or read."""
+    """A run that cannot be started, resumed, or read."""
 
 
 class NotWritten(RunError):
-    """A file of a run that could not be written; the run can be gone on with."""
+    """A file of a run that could not be written; the run can be resumed."""
+
+    exit_code = 1  # of the command
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,6 @@ class JobFolder:
         for _, path in reversed(self._checkpoints()):
             try:
                 state, tensors = storage.read(path, CHECKPOINT)
-                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
                 _check_state(path, state)
                 if state.get("memory") is not None:
                     storage.read(self.path / state["memory"])
@@ -177,6 +178,11 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file, replacing what is there only once all is on disk."""
     with writing(path):
         replace_file(path, text.encode())
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Write an instance of a dataclass as JSON."""
+    write_text(path, json.dumps(asdict(record)) + "\n")
 
 
 def read_record(path: Path, kind: type[Found]) -> Found | None:

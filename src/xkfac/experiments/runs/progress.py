@@ -75,16 +75,13 @@ def epochs_of(recipe: Recipe, name: str) -> int:
 
 
 class LiveDisplay:
-    """What work in progress is shown with: on a terminal lines that change in place, elsewhere one now and then.
-
-    `console` None shows nothing.
-    """
+    """What work in progress is shown with: on a terminal lines that change in place, elsewhere one now and then."""
 
     _pause = 30.0
 
-    def __init__(self, console: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
-        self._live = Live(console=console, transient=True) if console is not None and console.is_terminal else None
+        self._live = Live(console=console, transient=True) if console.is_terminal else None
         self._written = clock()
 
     def __enter__(self) -> Self:
@@ -99,7 +96,7 @@ class LiveDisplay:
     @property
     def _due(self) -> bool:
         """Whether something is to be shown now."""
-        return self._console is not None and (self._live is not None or self._clock() - self._written >= self._pause)
+        return self._live is not None or self._clock() - self._written >= self._pause
 
     def _show(self, head: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Show a line about the whole, and on a terminal a table below it."""
@@ -109,14 +106,14 @@ class LiveDisplay:
             for row in rows:
                 table.add_row(*map(escape, row))
             self._live.update(table)
-        elif self._console is not None:
+        else:
             self._console.print(escape(head), soft_wrap=True)
 
 
 class Display(LiveDisplay):
     """Shows a run while it works: every job with its task, epoch and accuracy so far, and the time that is left."""
 
-    def __init__(self, console: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock)
         self._start = self._written
         self._first: int | None = None

@@ -40,7 +40,7 @@ def load_run_data(
 
     download: fetch what is missing, where that is possible. classes, tasks, parts: load only these tasks and parts of
     images, and take the classes of the others from `classes`; nothing of the others is read. workers: processes that
-    decode images which no cache has yet; `progress` is told how many of how many are done.
+    decode images which no cache has yet; `progress` is called with how many are done and how many there are.
     """
     if recipe.images is None:
         data = recipe.data
@@ -106,9 +106,7 @@ class PermutedData:
     def sequence(self, line: Line, seed: int) -> PermutedTasks:
         """Return the permutations and the perceptron of a job."""
         if line.batch > len(self.parts.train):
-            raise DataError(
-                f"batch is {line.batch}, but there are {len(self.parts.train)} training examples; choose a smaller one"
-            )
+            raise DataError(f"batch is {line.batch}, but there are {len(self.parts.train)} training examples; lower it")
         return PermutedTasks(line, seed, self.parts)
 
 
@@ -141,8 +139,7 @@ class ImageData:
         for name, parts in self.parts.items():
             if 0 < len(parts.train) < line.batch:
                 raise DataError(
-                    f"batch is {line.batch}, but task '{name}' has {len(parts.train)} training images; choose a "
-                    "smaller one"
+                    f"batch is {line.batch}, and task '{name}' has {len(parts.train)} training images; lower it"
                 )
             _check_held_out(line, name, len(parts.validation), calibrated=name == next(iter(self.recipe.tasks)))
         augmentations = {

@@ -32,6 +32,8 @@ Show = Callable[["RunFolder", "list[JobFolder]"], None]
 class JobsFailed(RunError):
     """Jobs of a run that ended with an error; the others were run to their end."""
 
+    exit_code = 1  # of the command
+
 
 def start(
     recipe: str | Path | Recipe,
@@ -49,7 +51,7 @@ def start(
 
     recipe: a `Recipe`, the name of one that comes with the package, or the path of a TOML file, changed by `settings`
     as in `load_recipe`. lines: names or patterns of the lines to run, all by default. jobs: how many jobs run side by
-    side, by default one a core. device: `cpu`, `cuda`, or `auto`. data: the data folder, by default XKFAC_DATA.
+    side, by default one per core. device: `cpu`, `cuda`, or `auto`. data: the data folder, by default XKFAC_DATA.
 
     Raises XkfacError subclasses for a recipe, folder or data that cannot be used, before anything is run.
     """
@@ -131,10 +133,9 @@ OUT_OF_MEMORY = "torch.OutOfMemoryError"
 
 @dataclass(eq=False)
 class Worker:
-    """A process that does what messages ask for, and the message that it is on."""
+    """A process that does what messages ask for."""
 
     process: subprocess.Popen[str]
-    message: dict[str, Any] | None = None
 
     @classmethod
     def start(cls, lock: int, threads: int, module: str = "xkfac.experiments.runs.worker") -> Self:
@@ -159,14 +160,17 @@ class Worker:
     def send(self, message: dict[str, Any]) -> None:
         """Say what is to be done."""
         assert self.process.stdin is not None
-        self.message = message
         with contextlib.suppress(BrokenPipeError):  # its end is seen when its answer is awaited
             self.process.stdin.write(json.dumps(message) + "\n")
 
+    @property
+    def output(self) -> Any:
+        """What the process answers on."""
+        return self.process.stdout
+
     def answer(self) -> str | None:
         """Return the error of what has ended, None if there was none."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.output.readline()
         if line:
             error: str | None = json.loads(line).get("error")
             return error
@@ -250,7 +254,7 @@ def hand_out(
     show: is called about twice a second with the messages that processes are on.
     """
     waiting = list(messages)
-    workers: list[Worker] = []
+    busy: dict[Worker, dict[str, Any]] = {}
     with selectors.DefaultSelector() as ready, contextlib.ExitStack() as ending:
 
         def employ(worker: Worker | None) -> None:
@@ -259,20 +263,19 @@ def hand_out(
             if worker is None or not worker.alive:
                 worker = start_worker()
                 ending.callback(worker.stop)
-                workers.append(worker)
-                ready.register(_stdout(worker), selectors.EVENT_READ, worker)
-            worker.send(waiting.pop(0))
+                ready.register(worker.output, selectors.EVENT_READ, worker)
+            busy[worker] = waiting.pop(0)
+            worker.send(busy[worker])
 
         for _ in range(count):
             employ(None)
-        while any(worker.message for worker in workers):
+        while busy:
             for key, _ in ready.select(timeout=0.5):
                 worker: Worker = key.data
-                message, error = worker.message, worker.answer()
-                worker.message = None
-                crowded = error is not None and OUT_OF_MEMORY in error and any(other.message for other in workers)
+                message, error = busy.pop(worker, None), worker.answer()  # one that waits for work may end by itself
+                crowded = error is not None and OUT_OF_MEMORY in error and bool(busy)
                 if crowded or not worker.alive:
-                    ready.unregister(_stdout(worker))
+                    ready.unregister(worker.output)
                 if crowded and message is not None:
                     waiting.append(message)
                     worker.stop()  # its memory is what others need
@@ -280,8 +283,4 @@ def hand_out(
                 if message is not None and error is not None:
                     yield message, error
                 employ(worker)
-            show([worker.message for worker in workers if worker.message is not None])
-
-
-def _stdout(worker: Worker) -> Any:
-    return worker.process.stdout
+            show(list(busy.values()))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from xkfac.experiments.recipes.recipe import JOINT, SINGLE, UNPROTECTED, Line
+from xkfac.experiments.recipes.recipe import JOINT, SINGLE
 from xkfac.experiments.records import Percent, Whole
 from xkfac.experiments.runs.training import Batch, Examples
 from xkfac.plain_values import Amount
@@ -70,8 +70,3 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         for index in self.order.to(self.examples.device):
             yield self.examples.take(index)
-
-
-def stages_of(line: Line) -> list[Stage]:
-    """Return the stages of a line."""
-    return [Stage(count, line.method if line.method in UNPROTECTED else "") for count in line.counts]

@@ -174,7 +174,7 @@ class ImageTasks(_Tasks):
 
     order: their names. source: the network as it knows the first task; jobs learn with copies of it.
     parts: by task, of those that are needed.
-    infer_tasks: infer the task of test images also where heads alone are of a task, and by all kinds of features.
+    infer_tasks: infer the task of test images also where tasks have their own heads alone, and from all features.
     """
 
     line: Line

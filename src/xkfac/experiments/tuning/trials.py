@@ -28,7 +28,7 @@ from xkfac.errors import MemoryFileError
 from xkfac.experiments.recipes.recipe import SINGLE, Line
 from xkfac.experiments.records import Percent, Whole
 from xkfac.experiments.runs.folder import RunFolder
-from xkfac.experiments.runs.job_folder import JobFolder, RunError, read_record, write_text, writing
+from xkfac.experiments.runs.job_folder import JobFolder, RunError, read_record, write_record, write_text, writing
 from xkfac.plain_values import Amount, Range
 
 WEIGHTS = "xkfac-weights"
@@ -71,11 +71,6 @@ class TrialResult:
     validation: Percent | None
     kept: Whole = -1
     seconds: Amount = 0.0
-
-    @property
-    def point(self) -> GridPoint:
-        """The setting that was tried."""
-        return GridPoint(self.lr, self.damping)
 
 
 def ranked(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
@@ -199,7 +194,7 @@ class TrialFolder(JobFolder):
         if weights is not None:
             with writing(self.weights_file):
                 storage.write(self.weights_file, {}, weights, WEIGHTS)
-        write_text(self.path / "outcome.json", json.dumps(asdict(outcome)) + "\n")
+        write_record(self.path / "outcome.json", outcome)
         self.tidy()
 
     def tidy(self) -> None:
@@ -236,17 +231,9 @@ class StageFolder:
         """Return what was chosen, None if that is open."""
         return read_record(self.path / "choice.json", Choice)
 
-    def choose(self, choice: Choice) -> None:
-        """Write what was chosen."""
-        write_text(self.path / "choice.json", json.dumps(asdict(choice)) + "\n")
-
     def measured(self) -> Measured | None:
         """Return what was measured of the chosen trial and of the others, None if that is still to be done."""
         return read_record(self.path / "measured.json", Measured)
-
-    def note_measured(self, found: Measured) -> None:
-        """Write what was measured."""
-        write_text(self.path / "measured.json", json.dumps(asdict(found)) + "\n")
 
     def weights(self) -> dict[str, Tensor] | None:
         """Return the weights of the chosen trial, None for those of the initial network."""
@@ -299,11 +286,11 @@ class TunedJob:
     def choose(self, task: int, choice: Choice, tasks: Sequence[str]) -> None:
         """Write what was chosen on a task; events first, because whoever sees the choice reads them."""
         self.tell(tasks, (*self.choices()[:task], choice))
-        self.stage(task).choose(choice)
+        write_record(self.stage(task).path / "choice.json", choice)
         remove(*(self.stage(earlier).memory for earlier in range(task)))
 
     def sweep(self, upto: int | None = None) -> None:
-        """Remove what no one goes on with, of the stages up to one, or of all when all is done.
+        """Remove files that nobody resumes from: of the stages up to one, or of all stages once all is done.
 
         Processes that were killed leave half files, and states of trials that have ended.
         """

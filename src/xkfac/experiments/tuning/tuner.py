@@ -22,7 +22,7 @@ from xkfac.experiments.files import locked
 from xkfac.experiments.recipes.recipe import SINGLE, Line
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
-from xkfac.experiments.runs.job_folder import JobFolder, RunError, writing
+from xkfac.experiments.runs.job_folder import JobFolder, RunError, write_record, writing
 from xkfac.experiments.runs.run_data import ImageData, PartName, PermutedData, load_run_data
 from xkfac.experiments.runs.tasks import TaskSequence
 from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision
@@ -79,15 +79,11 @@ class Tuner:
 
     def work(self) -> None:
         """Go on until every job is done with the phase, by whomever; jobs that fail here are left aside."""
-        steps: dict[Phase, Callable[[TunedJob], bool]] = {
-            "prepare": self._prepare,
-            "choose": self._choose,
-            "measure": self._measure,
-        }
+        step = {"prepare": self._prepare, "choose": self._choose, "measure": self._measure}[self.phase]
         while waiting := [
             job for job in self.jobs if job.name not in self.failures and not phase_done(job, self.phase)
         ]:
-            if not any(self._tried(steps[self.phase], job) for job in waiting):
+            if not any(self._tried(step, job) for job in waiting):
                 time.sleep(PAUSE)
 
     def _tried(self, step: Callable[[TunedJob], bool], job: TunedJob) -> bool:
@@ -256,7 +252,7 @@ class Tuner:
         accuracy = _accuracies(sequence, model, [task] if single else range(task + 1))
         scattered = self.run.facts["tuning"]["scatter"] and task and not single
         trials = dict(self._scattered(job, task, model)) if scattered else {}
-        stage.note_measured(Measured(before, accuracy, untrained, trials))
+        write_record(stage.path / "measured.json", Measured(before, accuracy, untrained, trials))
         choice = stage.choice()
         if choice is not None and choice.chosen is not None:
             others = set(range(choice.trials)) - {choice.chosen.number}

@@ -17,8 +17,9 @@ from xkfac.experiments.files import check_path
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Recipe
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import NotWritten, RunError, write_text, writing
+from xkfac.experiments.runs.progress import LiveDisplay
 from xkfac.experiments.runs.running import JobsFailed, Worker, checked, hand_out, most_processes, resolved
-from xkfac.experiments.tuning.trials import Point, choice_record, grid_of, tuned_jobs
+from xkfac.experiments.tuning.trials import GridPoint, Point, TunedJob, choice_record, grid_of, ranked, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
 
 Show = Callable[[RunFolder, Phase], None]
@@ -97,9 +98,7 @@ def go_on(run: RunFolder, *, jobs: int | None = None, show: Show | None = None) 
         for phase in PHASES:
             errors = _phase(run, phase, most, lock, show)
             if not all(phase_done(job, phase) for job in every):
-                raise JobsFailed(
-                    errors[0] if errors else f"the phase '{phase}' of '{run.path}' did not end; go on with it"
-                )
+                raise JobsFailed(errors[0] if errors else f"the phase '{phase}' of '{run.path}' did not end; resume it")
         found = chosen(run)
         write_text(run.path / "choices.json", json.dumps(found, indent=1) + "\n")
         run.collect()
@@ -143,3 +142,36 @@ def _points(run: RunFolder) -> Iterator[Point]:
                 row: dict[str, Any] = {"target": None, "average": None, **measured.trials.get(str(number), {})}
                 best = choice.chosen is not None and number == choice.chosen.number
                 yield Point(choice.task, job.line.label, job.line.balance, point.lr, point.damping, **row, chosen=best)
+
+
+class TuningDisplay(LiveDisplay):
+    """Shows a tuning while it works: for every job its task, how many trials have ended, and the best so far."""
+
+    def show(self, run: RunFolder, phase: Phase) -> None:
+        """Show how far a tuning is."""
+        if self._due:
+            self._show(*tuning_status(run, phase))
+
+
+def tuning_status(run: RunFolder, phase: Phase) -> tuple[str, tuple[str, ...], list[list[str]]]:
+    """Return how far the tuning of a run is: in a line, and by columns with a row for each job that is at a task."""
+    jobs = tuned_jobs(run)
+    at_work = [job for job in jobs if phase == "choose" and not job.chosen()]
+    found = [_row(job) for job in at_work]
+    ended = sum(max(len(job.choices()) - 1, 0) * len(grid_of(job.line)) for job in jobs)
+    total = sum(len(grid_of(job.line)) * (job.line.tasks - 1) for job in jobs)
+    doing = {"prepare": "preparing", "choose": "choosing", "measure": "measuring"}[phase]
+    trials = f", {ended + sum(count for count, _ in found)}/{total} trials" if phase == "choose" else ""
+    head = f"{run.recipe.name}: {doing}, {sum(phase_done(job, phase) for job in jobs)}/{len(jobs)} jobs{trials}"
+    return head, ("task", "trials", "best so far"), [row for _, row in found]
+
+
+def _row(job: TunedJob) -> tuple[int, list[str]]:
+    """Return how many trials of the current task of a job have ended, and its row: task, trials, best so far."""
+    task, line = len(job.choices()), job.line
+    numbers = range(len(grid_of(line)))
+    outcomes = [each for each in (job.stage(task).trial(number).outcome() for number in numbers) if each is not None]
+    best = next(iter(ranked(outcomes)), None)
+    said = "-" if best is None else f"{best.validation:.2f} ({GridPoint(best.lr, best.damping)})"
+    row = [f"{line.label}, seed {job.folder.seed}", f"{task + 1}/{line.tasks}", f"{len(outcomes)}/{len(numbers)}", said]
+    return len(outcomes), row
