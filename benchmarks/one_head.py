@@ -17,11 +17,10 @@ curvatures and for these treatments of BN:
     own       each task has gamma, beta and statistics of its own; the task of a test image is known
 
 Accuracies on test images of the old and the new task, BN with stored statistics (`stored`) or with those of batches of
-32 test images of one task (`batch`); for `own` also with one of the two taken from the new task, and, with --routers,
-with the task of each test image inferred from early features or those of the source network, and for what
-share of the images that is `right`. Steps: SGD, momentum
-0.9, batch 64, cosine, learning rate at most 0.05 and at most half of `Learner.stable_lr`; with --implicit the optimizer
-goes to `begin`, as in README's ten lines, which allows for --lr at every strength. --rows CURVATURE/BN picks rows. For
+32 test images of one task (`batch`); for `own` also with one of the two taken from the new task.
+What inferring the task costs is measured by `one_head_routing.py`. Steps: SGD, momentum 0.9, batch 64, cosine, learning
+rate at most 0.05 and at most half of `Learner.stable_lr`; with --implicit the optimizer goes to `begin`, as in README's
+ten lines, which allows for --lr at every strength. --rows CURVATURE/BN picks rows. For
 each source network `moments` has the loss on the new task before a step, and the mean square of what each BN gives
 without gamma and beta: 1 on the images that its statistics are of. Nothing is chosen here. Results are written after
 every curve.
@@ -50,9 +49,7 @@ from torch.nn import functional as F
 
 import xkfac
 from xkfac.experiments.data.digits import load
-from xkfac.experiments.runs.task_inference import measure
 from xkfac.model.passes import norms_of, set_mode, untouched
-from xkfac.task_layers import task_layers_of
 
 Examples = tuple[Tensor, Tensor]
 BATCH, LR, DRAWS = 64, 0.05, 8
@@ -225,32 +222,6 @@ def mixed(net: nn.Sequential, norms: dict[str, Tensor], kinds: tuple[str, ...]) 
     return made
 
 
-def inferred(net: nn.Sequential, source: nn.Sequential, train: Examples, target: Examples, by: str) -> xkfac.Router:
-    """Return a router between the old task's BN, of the source network, and the new one's."""
-    routers = []
-    for of in (source, net):
-        made = copy.deepcopy(of).eval()
-        xkfac.give_task_norms(made, ["old", "new"])
-        routers.append(made)
-    with_both = routers[1]
-    for path, layer in task_layers_of(with_both).items():
-        layer.of["old"].load_state_dict(source.get_submodule(path).state_dict())
-    router = xkfac.Router(routers[0], by)  # type: ignore[arg-type]
-    for task, (x, y) in (("old", train), ("new", target)):
-        router.add_task(task, zip(x[:4000].split(250), y[:4000].split(250), strict=True))
-    router.model = with_both
-    return router
-
-
-def inferences(router: xkfac.Router, by: str, old: Examples, new: Examples) -> dict[str, float]:
-    """Return accuracies with inferred tasks, and for what share of images the task is right."""
-    found = {}
-    for place, (name, examples) in enumerate((("old", old), ("new", new))):
-        answer = measure(router, router.model, place, zip(*(one.split(250) for one in examples), strict=True))
-        found |= {f"{name} inferred, {by}": answer["inferred"], f"{name} right, {by}": answer["taken"][place]}
-    return found
-
-
 def measured(net: nn.Sequential, source: nn.Sequential, old: Examples, new: Examples, bn: str) -> dict[str, float]:
     found = {f"new {how}": accuracy(net, new, how) for how in ("stored", "batch")}
     found |= {f"old {how}": accuracy(net, old, how) for how in ("stored", "batch")}
@@ -280,7 +251,6 @@ class Case:
     strengths: tuple[float, ...] = STRENGTHS
     calibrated: tuple[str, ...] = ()
     test: int = 10000
-    routers: bool = False
     pixels: int = 32
 
     def images_of(self, name: str) -> tuple[Examples, Examples]:
@@ -328,7 +298,7 @@ def start(case: Case) -> tuple[dict[str, Tensor], list[Run]]:
 def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> list[Run]:
     """Return the runs of one curvature and one treatment of BN over all strengths, the calibrated one last."""
     torch.set_num_threads(1)
-    train, kept, old, target, new = case.data()
+    _, kept, old, target, new = case.data()
     source = network().to(case.device)
     source.load_state_dict(weights)
     held_out = list(batches(kept, case.seed, min(BATCH, len(kept[1]))))[:60]
@@ -336,7 +306,7 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
     if f"{curvature}/{bn}" in case.calibrated:
         memory = xkfac.calibrate(source, memory, held_out, seed=case.seed)
     strengths = [*case.strengths, *([memory.calibration.scale] if memory.calibration is not None else [])]
-    together, runs = tuple(torch.cat(pair) for pair in zip(kept, train, strict=True)), []
+    runs = []
     for place, strength in enumerate(strengths):
         net = copy.deepcopy(source)
         learner = xkfac.Learner(net, memory, strength=strength)
@@ -347,8 +317,6 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
             continue
         learner.close()
         found = measured(net, source, old, new, bn)
-        for by in ("early", "source") if bn == "own" and case.routers else ():
-            found |= inferences(inferred(net, source, together, target, by), by, old, new)
         runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found, place == len(case.strengths)))
         print(f"{case.pair} {curvature}/{bn} x{strength:g}, seed {case.seed}: {found}", flush=True)
     return runs
@@ -389,15 +357,12 @@ def main() -> None:
     parser.add_argument("--calibrated", nargs="+", default=[], help="rows, for a run at the calibrated strength too")
     parser.add_argument("--pixels", type=int, default=32, help="the side of an image")
     parser.add_argument("--test", type=int, default=10000, help="at most so many digits to measure on")
-    parser.add_argument(
-        "--routers", action="store_true", help="infer the task of test images too, for task-specific BN"
-    )
     parser.add_argument("--output", type=Path, default=Path("results/one-head"))
     options = parser.parse_args()
     record = {**provenance(), "seeds": options.seeds, "epochs": options.epochs, "implicit": options.implicit}
     rows = [tuple(row.split("/")) for row in options.rows] if options.rows else ROWS
     how = (options.epochs, options.share, options.lr, options.implicit, tuple(options.strengths))
-    more = (tuple(options.calibrated), options.test, options.routers, options.pixels)
+    more = (tuple(options.calibrated), options.test, options.pixels)
     cases = [
         Case(options.data, pair, options.device, seed, *how, *more)
         for seed in range(options.first, options.first + options.seeds)

@@ -234,6 +234,17 @@ def test_early_features_of_large_maps_are_of_one_position_out_of_several(conv):
     assert torch.equal(again(x), probe(x))
 
 
+def test_early_features_of_vectors_are_their_entries():
+    net = nn.Sequential(nn.Linear(40, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    router = Router(net.eval(), using=lambda *_: contextlib.nullcontext())
+    x = torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
+    for task in ("first", "second"):
+        router.add_task(task, [x])
+    assert torch.equal(router.probe(x), x)
+    assert not router.probe.state_dict()  # no layer is copied
+    assert router.early_factor.shape == (2, 40, routing.VECTOR_RANK)
+
+
 def test_a_task_can_be_added_again_and_replaces_what_was_known():
     router, x = routed(), images("red", 7, seed=5)
     router.add_task("red", [images("red", 300)])

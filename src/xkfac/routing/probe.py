@@ -39,9 +39,9 @@ class _End(nn.Module):
 class Probe(nn.Module):
     """Early features [N, F] of inputs: of the input itself, and of what the BN layer `norm` gets, the first that runs.
 
-    Images [N, C, ...] give mean and log variance of each channel in each cell, vectors [N, C] their entries. Of the
-    given model, only the layers `needed` in front of this BN layer are kept. blocks: how many features in a row are of
-    one kind. every: a convolution right in front of this BN computes one position out of so many along each axis.
+    Images [N, C, ...] give mean and log variance of each channel in each cell, vectors [N, C] their entries alone. Of
+    the given model, only the layers `needed` in front of this BN layer are kept. blocks: how many features in a row are
+    of one kind. every: a convolution right in front of this BN computes one position out of so many along each axis.
     flat: whether the inputs seen last are vectors.
     """
 
@@ -62,7 +62,7 @@ class Probe(nn.Module):
 
     def sees(self, x: Any) -> bool:
         """Return whether inputs like x have features: whether there is a BN layer, or they are numbers [N, C, ...]."""
-        return self.norm is not None or any(one.is_floating_point() and one.dim() > 1 for one in tensors(x))
+        return self.norm is not None or bool(_numbers(x))
 
     def reached(self, x: Any) -> list[Tensor]:
         """Return what the BN layer gets for inputs x; nothing without one."""
@@ -76,17 +76,19 @@ class Probe(nn.Module):
     @torch.no_grad()
     def forward(self, x: Any) -> Tensor:
         """Return the features [N, F] of the inputs x of a model."""
-        seen = [one for one in tensors(x) if one.is_floating_point() and one.dim() > 1]
+        seen = _numbers(x)
         blocks = [block for one in seen for block in statistics(one, INPUT_CELLS)]
         blocks += [block for one in self.reached(x) for block in statistics(one)]
         if not blocks:
             raise XkfacError("the network has no BN, and its inputs are no numbers [N, C, ...]; use by='last'")
-        self.blocks, self.flat = [block.shape[1] for block in blocks], all(one.dim() == 2 for one in seen)
+        self.blocks, self.flat = [block.shape[1] for block in blocks], _are_vectors(seen)
         return torch.cat(blocks, 1)
 
 
 def make_probe(model: nn.Module, x: Any) -> Probe:
-    """Return the probe of a model without a `TaskLayer`, for inputs like x."""
+    """Return the probe of a model without a `TaskLayer`, for inputs like x; of vectors it sees the entries alone."""
+    if _are_vectors(_numbers(x)):
+        return Probe(model, None, [], [])
     called, norms = _called(model, x), norms_of(model)
     norm = next((path for path in called if path in norms), None)
     needed = called[: called.index(norm)] if norm else []
@@ -95,6 +97,15 @@ def make_probe(model: nn.Module, x: Any) -> Probe:
         return probe
     (reached,) = probe.reached(x)
     return Probe(model, norm, needed, [], max(1, min(reached.shape[2:]) // POSITIONS))
+
+
+def _numbers(x: Any) -> list[Tensor]:
+    """Return those tensors of inputs x that features are taken of."""
+    return [one for one in tensors(x) if one.is_floating_point() and one.dim() > 1]
+
+
+def _are_vectors(inputs: list[Tensor]) -> bool:
+    return bool(inputs) and all(one.dim() == 2 for one in inputs)
 
 
 def statistics(x: Tensor, cells: tuple[int, int] = CELLS) -> list[Tensor]:
