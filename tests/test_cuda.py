@@ -3,7 +3,6 @@
 import copy
 import warnings
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from tests.helpers.setups import Everything, bare, data, leave_side_stream, rand
 from xkfac import METHODS, Balance, Calibration, Learner, Router, consolidate, give_task_norms
 from xkfac.errors import NotFiniteError, XkfacError, XkfacWarning
 from xkfac.learning.step_guard import INTERVAL
-from xkfac.penalty.layout import Group, Rounded
-from xkfac.penalty.side_stream import _streams, side_by_side
+from xkfac.penalty.layout import Rounded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -134,57 +132,6 @@ def test_a_side_stream_whose_backward_pass_comes_after_the_next_start():
         results.append([parameter.grad.clone() for parameter in step.model.parameters()])
     for one, two in zip(*results, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
-
-
-def test_tasks_side_by_side_wait_for_what_is_before_them_and_are_waited_for():
-    given, found = torch.zeros(6, device="cuda"), torch.zeros(6, device="cuda")
-
-    def task(place):
-        torch.cuda._sleep(10_000_000)
-        found[place] = given[place] * place
-        return found[place] + 1
-
-    torch.cuda._sleep(10_000_000)
-    given.fill_(2)
-    results = side_by_side([partial(task, place) for place in range(6)], given.device)
-    seen = torch.stack([*found, *results])
-    found.zero_()
-    assert seen.tolist() == [0, 2, 4, 6, 8, 10, 1, 3, 5, 7, 9, 11]
-
-
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("made", [{}, {"form": "paper"}, {"grouping": "hierarchical"}, {"cross_layer": True}])
-def test_a_penalty_on_several_streams_is_that_on_one(made, beside, monkeypatch):
-    """Tasks are late here, so that a stream that does not wait for another reads what is not there yet."""
-    step, _ = pair(**made)
-    leave_side_stream(step.learner, beside)
-    for name in ("displace", "multiply"):
-        monkeypatch.setattr(Group, name, late(getattr(Group, name)))
-    (x, y), *others = batches(3, seed=2)
-    for one in others:
-        step(*one)
-    state, found = copy.deepcopy(step.model.state_dict()), []
-    for streams in (4, 1):
-        monkeypatch.setattr("xkfac.penalty.side_stream._MOST", streams)
-        _streams.cache_clear()
-        step.model.load_state_dict(state)
-        step.model.zero_grad()
-        step.learner.backward(F.cross_entropy(step.model(x), y))
-        found.append(
-            [step.learner.last_penalty, *(one.grad for one in step.model.parameters() if one.grad is not None)]
-        )
-    _streams.cache_clear()
-    assert found[0][0] > 0
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def late(task):
-    def run(*given):
-        torch.cuda._sleep(1_000_000)
-        return task(*given)
-
-    return run
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from xkfac.model.renorm import _BatchRenorm
 from xkfac.penalty.bn_taps import BnReading
 from xkfac.penalty.layout import ROW, Member, Products, group
 from xkfac.penalty.quadratic import Penalty
-from xkfac.penalty.side_stream import SideStream, side_by_side
+from xkfac.penalty.side_stream import SideStream
 
 _Wanted = Sequence[tuple[torch.Size, torch.dtype] | None]
 
@@ -192,7 +191,9 @@ class FusedPenalty:
     ) -> _Result:
         """Return P = dL_s/dW~, and what else the gradients are made of, for the inputs in their order."""
         rows = self._rows(self.gather(readings)[0] if side is None else side.vectors)
-        tall = self._displace(inputs, rows)
+        weights = iter(inputs)
+        tall = [each.tall([next(weights) for _ in each.members]) for each in self._groups]
+        self._displace(tall, rows)
         product = self._displacement * self._penalty.damping
         self._products.add(self._displacement, product)
         if not gradient:
@@ -220,16 +221,17 @@ class FusedPenalty:
         last[: self._count].addcmul_(scale, offset)
         return _Rows(bias, inverse, scale, offset, last)
 
-    def _displace(self, inputs: Sequence[Tensor | None], rows: _Rows) -> list[Tensor | None]:
-        """Write W~ - W~* of every unit to its place; return the weights by group."""
-        weights = iter(inputs)
-        tasks = [
-            partial(each.displace, [next(weights) for _ in each.members], rows.scale, start, end)
-            for each, start, end in zip(self._groups, self._from, self._to, strict=True)
-        ]
-        tall = side_by_side(tasks, self._origin.device)
+    def _displace(self, tall: Sequence[Tensor | None], rows: _Rows) -> None:
+        """Write W~ - W~* of every unit to its place."""
+        for each, weight, start, end in zip(self._groups, tall, self._from, self._to, strict=True):
+            if each.role != "merged":
+                assert weight is not None
+                torch.add(start, weight, out=end)
+            elif weight is None:
+                torch.add(start, each.channels(rows.scale), out=end)
+            else:
+                torch.addcmul(start, weight, each.channels(rows.scale), out=end)
         self._displacement.index_copy_(0, self._places, rows.last)
-        return tall
 
     def _vector_gradients(self, tall: Sequence[Tensor | None], rows: _Rows, product: Tensor) -> tuple[Tensor, Tensor]:
         """Return p_w . w [channels] for P = [p_w, p_b], and the gradients in the vectors.
@@ -242,8 +244,10 @@ class FusedPenalty:
         torch.index_select(product, 0, self._places, out=to_last)
         to_beta = to_last[: self._count]
         torch.mul(rows.scale, to_beta, out=to_bias)
-        merged = [pair for pair in zip(self._groups, tall, strict=True) if pair[0].role == "merged"]
-        side_by_side([partial(each.multiply, product, weight, inner) for each, weight in merged], product.device)
+        for each, weight in zip(self._groups, tall, strict=True):
+            if each.role == "merged":
+                ours = each.weight(product)
+                torch.sum(ours if weight is None else ours * weight, 1, True, out=each.channels(inner))
         torch.addcmul(inner, to_beta, rows.offset, out=to_gamma).mul_(rows.inverse)
         return inner, vectors
 

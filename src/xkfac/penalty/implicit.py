@@ -26,7 +26,7 @@ from torch import Tensor
 from xkfac.curvature.blocks import Block, Diagonal, Kronecker, Term, eigh, symmetrised
 from xkfac.curvature.operator import Curvature
 from xkfac.model.merged_weight import BoundUnit
-from xkfac.penalty.layout import ROW, Member
+from xkfac.penalty.layout import Member
 from xkfac.penalty.side_stream import side_by_side
 
 _SWEEPS = 4  # of subspace iteration: leading eigenvectors need few, and for the last ones little depends on it
@@ -184,9 +184,7 @@ class _Turned:
 
     @classmethod
     def stacked(cls, parts: Sequence[Any]) -> _Turned:
-        row = ROW.get(parts[0].left.device.type, 1)
-        # Zeros beyond a part's own directions change nothing.
-        rank = -(-max(part.left.shape[2] for part in parts) // row) * row
+        rank = max(part.left.shape[2] for part in parts)  # zeros beyond a part's own directions change nothing
         left, change = (
             torch.cat([F.pad(getattr(part, name), (0, rank - part.left.shape[2])) for part in parts])
             for name in ("left", "change")

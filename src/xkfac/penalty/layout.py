@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,12 +12,11 @@ from xkfac.curvature.blocks import Block, Corrected, Diagonal, Kronecker, assemb
 from xkfac.curvature.gram import add_product_, rounds
 from xkfac.curvature.operator import Curvature
 from xkfac.model.merged_weight import BoundUnit
-from xkfac.penalty.side_stream import side_by_side
 
 _ALIGNMENT = 16  # numbers: where every group starts, as vectorised kernels like it
 
-# Of how many numbers a row of a matrix has a multiple, zeros at its end. The homogeneous coordinate makes W~ odd, and
-# then the tensor cores of a GPU stand idle.
+# Of how many numbers a row of W~ has a multiple, zeros at its end. The homogeneous coordinate makes it odd, and then
+# the tensor cores of a GPU stand idle.
 ROW = {"cuda": 8}
 
 # The most columns of units whose factors are copied into a stack. A GPU has room to spare in products of that size and
@@ -117,37 +115,23 @@ class Group(_Place):
         """Return the part of a vector over the channels of all BN, [members * C, 1]."""
         return row.narrow(0, self.first, self.rows)[:, None]
 
-    def displace(self, weights: Sequence[Tensor | None], scale: Tensor, start: Tensor, end: Tensor) -> Tensor | None:
-        """Write W~ - W~* to `end`, given -W~* as `start`, both but for a bias, and s of all BN.
-
-        Returns the members' weights on top of each other, [members * C, D]; None where the units are BN alone.
-        """
+    def tall(self, weights: Sequence[Tensor | None]) -> Tensor | None:
+        """Return the members' weights on top of each other, [members * C, D]; None where the units are BN alone."""
         rows = [self._one.flat(weight) for weight in weights if weight is not None]
-        tall = None if not rows else rows[0] if len(rows) == 1 else torch.cat(rows)
-        if tall is None:
-            torch.add(start, self.channels(scale), out=end)
-        elif self.role == "merged":
-            torch.addcmul(start, tall, self.channels(scale), out=end)
-        else:
-            torch.add(start, tall, out=end)
-        return tall
-
-    def multiply(self, product: Tensor, tall: Tensor | None, out: Tensor) -> None:
-        """Write p_w . w of every channel to its place in `out`, for P = [p_w, p_b] flat and w from `displace`."""
-        ours = self.weight(product)
-        torch.sum(ours if tall is None else ours * tall, 1, True, out=self.channels(out))
+        if not rows:
+            return None
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def group(units: Sequence[BoundUnit], row: int = 1) -> list[Group]:
-    """Return the units as groups that lie one after the other, the largest first, rows multiples of `row` numbers."""
+    """Return the units as groups that lie one after the other, their rows multiples of `row` numbers."""
     alike: dict[tuple[object, ...], list[Member]] = {}
     for unit in units:
         member = Member(unit, row)
         alike.setdefault(member.likeness, []).append(member)
     groups: list[Group] = []
     start = first = 0
-    # Beside large products small ones take no time on a GPU; behind them they would.
-    for members in sorted(alike.values(), key=lambda members: -members[0].rows * members[0].columns ** 2):
+    for members in alike.values():
         groups.append(Group(members, start, first))
         start = -(-groups[-1].end // _ALIGNMENT) * _ALIGNMENT
         first += groups[-1].rows if groups[-1].role == "merged" else 0
@@ -178,16 +162,13 @@ class Products:
     def add(self, displacement: Tensor, out: Tensor) -> None:
         """Add H v to `out`, both flat, in place (eq. bp)."""
         narrow = displacement.bfloat16() if self._rounds else displacement
-
-        def add(block: Block | Stack | Rounded, place: Group | Member) -> None:
+        for block, place in self._parts:
             if isinstance(block, Rounded):
                 block.add_product(place.padded(narrow), place.padded(out))
             elif isinstance(block, Kronecker | Stack):
                 block.add_product(place.padded(displacement), place.padded(out))
             else:
                 block.add_product(place.whole(displacement), place.whole(out))
-
-        side_by_side([partial(add, *one) for one in self._parts], out.device)
         if self._joint is not None:
             pairs = [(one.whole(displacement), one.whole(out)) for one in self._together]
             self._joint.add_product([v for v, _ in pairs], [total for _, total in pairs])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,28 +11,27 @@ from torch import Tensor, nn
 from xkfac.model.hooks import Pauses
 from xkfac.model.merged_weight import Reading
 
-_T = TypeVar("_T")
 _MOST = 4  # streams beside each other; more of them leave no kernel of a GPU more room
 
 
-def side_by_side(tasks: Sequence[Callable[[], _T]], device: torch.device) -> list[_T]:
+def side_by_side(tasks: Sequence[Callable[[], None]], device: torch.device) -> None:
     """Run tasks that write nothing in common: one after the other, on a CUDA device on several streams.
 
     Kernels too small for a whole GPU then run at the same time. What follows on the current stream waits for all.
     """
     if device.type != "cuda" or len(tasks) < 2:
-        return [task() for task in tasks]
+        for task in tasks:
+            task()
+        return
     here = torch.cuda.current_stream(device)
     streams = _streams(device)[: len(tasks)]
     for stream in streams:
         stream.wait_stream(here)
-    results = []
     for place, task in enumerate(tasks):
         with torch.cuda.stream(streams[place % len(streams)]):
-            results.append(task())
+            task()
     for stream in streams:
         here.wait_stream(stream)
-    return results
 
 
 @cache

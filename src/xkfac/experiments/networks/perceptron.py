@@ -1,6 +1,5 @@
 """The networks of the experiments."""
 
-from functools import partial
 from itertools import pairwise
 
 from torch import nn
@@ -15,10 +14,13 @@ def perceptron(features: int, classes: int, line: Line, seed: int) -> nn.Sequent
 
     The weights are fixed by the seed alone, whatever the line.
     """
-    activation = {"relu": partial(nn.ReLU, inplace=True), "gelu": nn.GELU}[line.activation]
     norms: dict[str, list[type[nn.Module]]] = {"bn": [nn.BatchNorm1d], "brn": [BatchRenorm1d], "none": []}
     with drawing_from("weights", seed):
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise((features, *line.widths)):
-            layers += [nn.Linear(inputs, outputs), *(norm(outputs) for norm in norms[line.norm]), activation()]
+            layers += [
+                nn.Linear(inputs, outputs),
+                *(norm(outputs) for norm in norms[line.norm]),
+                nn.ReLU(inplace=True) if line.activation == "relu" else nn.GELU(),
+            ]
         return nn.Sequential(*layers, nn.Linear((features, *line.widths)[-1], classes))
