@@ -164,5 +164,7 @@ def _checked_classes(path: Path, train: dict[str, Files], test: dict[str, Files]
     for label in sorted(set(train) ^ set(test)):
         there, missing = ("train", name) if label in train else (name, "train")
         close = nearest(label, set(train if missing == "train" else test))
-        raise DataError(f"class '{label}' of '{path}' is in '{there}' but not in '{missing}'{close}; add or remove it")
+        raise DataError(
+            f"class '{label}' of '{path}' is in '{there}' but not in '{missing}'{close}; add it there or remove it here"
+        )
     return tuple(sorted(train))

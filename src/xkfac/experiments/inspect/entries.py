@@ -49,7 +49,9 @@ def derivable(settings: Settings, batch: int | None, *, averaged: bool = False) 
     """Return why K-FAC and XK-FAC cannot both be known from factors that were estimated so; nothing if they can."""
     mixed = settings.kind == "xkfac" and settings.form == "paper"
     if batch is not None and not (mixed and settings.grouping == "paper"):
-        raise XkfacError(f"batch={batch} is for XK-FAC in the paper's form and grouping, not for this; leave it out")
+        raise XkfacError(
+            f"batch={batch} is for memories of XK-FAC in the paper's form and grouping, not for this one; leave it out"
+        )
     if batch is not None and batch < 2:
         raise XkfacError(f"batch is {batch}; mini-batches with inter-example terms have at least 2 examples")
     if settings.kind == "kfac":
