@@ -7,7 +7,6 @@ from xkfac.errors import MemoryFileError, MismatchError, NotFiniteError, UnitErr
 from xkfac.learning.balance import Balance
 from xkfac.learning.calibrator import calibrate
 from xkfac.learning.learner import Learner
-from xkfac.learning.sharpness import sharpened
 from xkfac.memory import Memory, consolidate
 from xkfac.methods import METHODS, Method
 from xkfac.model.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
@@ -28,7 +27,6 @@ __all__ = [  # noqa: RUF022, grouped by what they are for
     "calibrate",
     "Calibration",
     "Balance",
-    "sharpened",
     "save_pretrained",
     "load_pretrained",
     # choose and look into methods

@@ -1,29 +1,10 @@
 """Hooks on a model that belong to the model alone: a copy of it, or a pickled one, is free of them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 from torch import nn
-
-
-class Pauses:
-    """How often forward passes were made that no learner looks at, and whether one is being made."""
-
-    count = 0
-    now = False
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """Have learners look away from the forward passes inside, which are not those of a step."""
-    before, Pauses.now = Pauses.now, True
-    Pauses.count += 1
-    try:
-        yield
-    finally:
-        Pauses.now = before
 
 
 class Hook:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
 from xkfac.methods import Method
-from xkfac.model.hooks import Pauses
 from xkfac.model.merged_weight import BoundUnit, Reading
 from xkfac.penalty.bn_taps import Tap
 from xkfac.penalty.fixed_bn import FixedBn
@@ -47,8 +46,6 @@ class BnReadings:
         """Return a function that takes in a reading of a unit's BN."""
 
         def note(reading: Reading) -> None:
-            if Pauses.now:
-                return
             if torch.compiler.is_compiling():
                 self._keep(name, reading)
             elif not _in_backward():

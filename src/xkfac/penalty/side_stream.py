@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xkfac.model.hooks import Pauses
 from xkfac.model.merged_weight import Reading
 
 _MOST = 4  # streams beside each other; more of them leave no kernel of a GPU more room
@@ -77,7 +76,7 @@ class SideStream:
             return
         self.vectors, self._unread = self._gather()
         self._names = set(self._unread)
-        self._versions = self._version()
+        self._versions = [parameter._version for parameter in self._parameters]
         if self._stream is not None:
             self._started = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._started.record()
@@ -95,11 +94,7 @@ class SideStream:
         same = all(
             name in read and name in readings and readings[name].population is read[name] for name in self._names
         )
-        return self._open and same and self._versions == self._version()
-
-    def _version(self) -> list[int]:
-        """Return what changes with the parameters, also where they have moved and come back on the main stream."""
-        return [Pauses.count, *(parameter._version for parameter in self._parameters)]
+        return self._open and same and self._versions == [parameter._version for parameter in self._parameters]
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from xkfac.curvature.operator import Curvature
 from xkfac.methods import Method
-from xkfac.model.hooks import Hook, Pauses
+from xkfac.model.hooks import Hook
 from xkfac.model.merged_weight import Reading, bind
 from xkfac.model.passes import device_of, norms_of
 from xkfac.model.units import Unit
@@ -67,9 +67,8 @@ class PenalisedStep:
             self._hook = model.register_forward_pre_hook(Hook(self._before_forward))
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if self._side is None or Pauses.now or torch.compiler.is_compiling() or self.interval.skips_next:
-            return
-        self._side.start(module)
+        if self._side is not None and not torch.compiler.is_compiling() and not self.interval.skips_next:
+            self._side.start(module)
 
     def value(self) -> Tensor:
         """Return L_s for the readings since the last call; differentiable."""

@@ -125,8 +125,7 @@ class Line:
     label, note: what figures and tables call it, and what it is. tasks: how many are learnt, one after the other.
     norm: `bn`, `brn` or `none` before each activation, `relu` or `gelu`. widths: units of the hidden layers.
     epochs, batch, lr, momentum: SGD; the learning rate is divided by `lr_factor` every `lr_every` epochs, or falls to
-    `lr_end` along a half cosine where that is given. label_smoothing: that of the loss. sharpness: rho of
-    `xkfac.sharpened`, 0 for plain losses.
+    `lr_end` along a half cosine where that is given. label_smoothing: that of the loss.
     target_lr: the learning rate from the second task on, where it is another; at 0 BN's statistics alone move.
     lr_by_share: multiply the learning rate of a target by (T+1)/2 where T tasks are known: its loss has the share
     1/(T+1) of the objective, and each target is then learnt with steps as long as those of the first.
@@ -172,7 +171,6 @@ class Line:
     early_stopping: bool = True
     average: Count = 0
     label_smoothing: Share = 0.0
-    sharpness: Amount = 0.0
     method: str = "xkfac"
     at: tuple[int, ...] = ()
     own: tuple[str, ...] = ()

@@ -151,8 +151,7 @@ class JobRun:
     def _stepper(self, examples: Examples, stage: Stage) -> Iterator[Stepper]:
         """Yield the stepper of a stage, with its learner begun or taken up again where there is a past to protect."""
         line = self.line
-        options: dict[str, Any] = {"label_smoothing": line.label_smoothing, "sharpness": line.sharpness}
-        options["autocast"] = self.autocast
+        options: dict[str, Any] = {"label_smoothing": line.label_smoothing, "autocast": self.autocast}
         if self.memory is None or not line.protected:
             yield Stepper(self.model, examples, make_optimizer(self.model, line.momentum), None, **options)
             return

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from xkfac.experiments.data.digits import Part
 from xkfac.learning.learner import Learner
-from xkfac.learning.sharpness import sharpened
 from xkfac.model.cuda_graphs import captured
 from xkfac.penalty.implicit import Implicit
 
@@ -105,9 +104,9 @@ def load_momentum(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: 
 class Stepper:
     """Runs epochs of training steps of a model on examples, with a learner's penalty if there is one.
 
-    label_smoothing: that of the loss. sharpness: rho of `sharpened`, 0 for plain losses. autocast: the dtype that the
-    network computes in, None for its own. implicit: makes the steps implicit in the penalty. On a GPU some steps in a
-    row, data included, are captured as a graph at the first epoch and replayed from then on.
+    label_smoothing: that of the loss. autocast: the dtype that the network computes in, None for its own.
+    implicit: makes the steps implicit in the penalty. On a GPU some steps in a row, data included, are captured as a
+    graph at the first epoch and replayed from then on.
     """
 
     _in_a_row = 16
@@ -120,12 +119,11 @@ class Stepper:
         learner: Learner | None,
         *,
         label_smoothing: float = 0.0,
-        sharpness: float = 0.0,
         autocast: torch.dtype | None = None,
         implicit: Implicit | None = None,
     ) -> None:
         self.model, self.examples, self.optimizer, self.learner = model, examples, optimizer, learner
-        self._label_smoothing, self._sharpness, self._autocast = label_smoothing, sharpness, autocast
+        self._label_smoothing, self._autocast = label_smoothing, autocast
         self._implicit = implicit
         self._device = examples.device
         self._totals = torch.zeros(2, device=self._device)
@@ -153,9 +151,8 @@ class Stepper:
 
     def _step(self, index: Tensor) -> None:
         x, y = self.examples.take(index)
-        loss = self._loss(x, y)
-        if self._sharpness:
-            loss = sharpened(self.model, loss, lambda: self._loss(x, y), self._sharpness)
+        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            loss = F.cross_entropy(self.model(x), y, label_smoothing=self._label_smoothing)
         self.optimizer.zero_grad()
         values = [loss.detach()]
         if self.learner is None:
@@ -167,10 +164,6 @@ class Stepper:
             self._implicit.step()
         self.optimizer.step()
         torch._foreach_add_(list(self._totals[: len(values)]), values)
-
-    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
-            return F.cross_entropy(self.model(x), y, label_smoothing=self._label_smoothing)
 
     def rest(self) -> None:
         """Take the momentum of protected parameters away: they begin to move now."""
