@@ -276,7 +276,7 @@ def test_what_the_factors_do_not_tell_is_said_and_not_invented():
     assert "--batch" in derivable(Settings(form="paper"), None)
     assert "hierarchical" in derivable(Settings(form="paper", grouping="hierarchical"), None)
     for settings in (Settings(), Settings("kfac"), Settings(form="paper", grouping="pooled")):
-        with pytest.raises(XkfacError, match="batch=8 is for XK-FAC in the paper's form"):
+        with pytest.raises(XkfacError, match="batch=8 is for memories of XK-FAC in the paper's form"):
             derivable(settings, 8)
     with pytest.raises(XkfacError, match="at least 2"):
         derivable(Settings(form="paper"), 1)
