@@ -1,4 +1,4 @@
-"""What a look at training steps needs: values that no step waits for, where learning began, and who is to blame."""
+"""What a look at training steps needs: values that no step waits for, where learning began, which BN is to blame."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -136,3 +136,12 @@ def test_accuracy_is_the_percentage_of_right_answers_in_evaluation_mode(part):
         assert torch.equal(tensor, state[name]), name
     assert accuracy(nn.Identity(), [(torch.eye(3), torch.tensor([0, 1, 1]))]) == pytest.approx(200 / 3)
     assert accuracy(nn.Identity(), [(torch.eye(3)[:0], torch.tensor([]))]) == 0
+
+
+@pytest.mark.parametrize(("activation", "function"), [("relu", F.relu), ("gelu", F.gelu)])
+def test_a_perceptron_has_the_activation_of_its_line(activation, function):
+    line = Line(widths=(5,), norm="none", activation=activation)
+    network = perceptron(6, 4, line, 0)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(network(x), network[-1](function(network[0](x))))
+    assert torch.equal(network[0].weight, perceptron(6, 4, Line(widths=(5,), norm="none"), 0)[0].weight)

@@ -123,7 +123,7 @@ class Line:
     """One curve of a figure: a network, how it is trained, and what protects it.
 
     label, note: what figures and tables call it, and what it is. tasks: how many are learnt, one after the other.
-    norm: `bn`, `brn` or `none` before each activation, `relu` or `gelu`. widths: units of the hidden layers.
+    norm: `bn`, `brn` or `none` before each `activation`, `relu` or `gelu`. widths: units of the hidden layers.
     epochs, batch, lr, momentum: SGD; the learning rate is divided by `lr_factor` every `lr_every` epochs, or falls to
     `lr_end` along a half cosine where that is given. label_smoothing: that of the loss.
     target_lr: the learning rate from the second task on, where it is another; at 0 BN's statistics alone move.

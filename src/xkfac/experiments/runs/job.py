@@ -156,8 +156,10 @@ class JobRun:
             yield Stepper(self.model, examples, make_optimizer(self.model, line.momentum), None, **options)
             return
         self._balance = self._new_balance(stage)
-        measured = self.memory.calibration if line.calibrated else None
-        scale = 1.0 if measured is None else measured.scale
+        scale = 1.0
+        if line.calibrated:
+            assert self.memory.calibration is not None
+            scale = self.memory.calibration.scale
         with Learner(
             self.model,
             self.memory,
