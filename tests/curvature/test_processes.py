@@ -3,16 +3,15 @@
 import functools
 import json
 import re
-import socket
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import xkfac
+from tests.helpers.processes import in_processes
 from tests.helpers.shared_pass import (
     SHARED,
     SIZES,
@@ -37,12 +36,8 @@ def of_processes(tmp_path_factory):
     @functools.cache
     def started(ranks):
         folder = tmp_path_factory.mktemp("processes")
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
         try:
-            torch.multiprocessing.spawn(process, (ranks, port, str(folder)), nprocs=ranks)
-            return [torch.load(folder / str(rank), weights_only=False) for rank in range(ranks)], folder
+            return in_processes(process, ranks, folder), folder
         except Exception as error:  # kept, so that no test starts them again to fail as long
             return error
 
@@ -192,17 +187,14 @@ def test_costs_are_balanced():
     assert shared_out(dict(reversed(costs.items())), 3) == owners
 
 
-def on_gpu(rank, ranks, backend, port, folder):
+def on_gpu(rank, ranks, folder):
     """Share a pass over the GPU's networks: torch's own SyncBatchNorm, or BN and a single process of NCCL."""
-    dist.init_process_group(backend, init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks)
     torch.cuda.set_device(0)
     net = everything().cuda()
     if ranks > 1:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     parallel = nn.parallel.DistributedDataParallel(net, device_ids=[0])
-    made = {name: xkfac.estimate(parallel, images()[rank::ranks], **drawn(name)).curvature.to("cpu") for name in ON_GPU}
-    torch.save(made, f"{folder}/{rank}")
-    dist.destroy_process_group()
+    return {name: xkfac.estimate(parallel, images()[rank::ranks], **drawn(name)).curvature.to("cpu") for name in ON_GPU}
 
 
 ON_GPU = ("mean", "paper", "corrected")
@@ -211,11 +203,7 @@ ON_GPU = ("mean", "paper", "corrected")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (1, "nccl")])
 def test_on_a_gpu(tmp_path, ranks, backend):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(on_gpu, (ranks, backend, port, str(tmp_path)), nprocs=ranks)
-    for rank in range(ranks):
-        for name, curvature in torch.load(tmp_path / str(rank), weights_only=False).items():
+    for results in in_processes(on_gpu, ranks, tmp_path, backend):
+        for name, curvature in results.items():
             expected = xkfac.estimate(everything().cuda(), images(), **drawn(name)).curvature.to("cpu")
             same(curvature, expected, 1e-8)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -111,15 +110,10 @@ def failing():
     raise xkfac.XkfacError("the disk is on fire")
 
 
-def process(rank, ranks, port, folder):
-    """Do all that is tested of a number of processes, and leave the results in a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks)
-    results = dict(per_process(rank, ranks, Path(folder)))
-    results |= dict(synchronised_ones(rank, ranks))
-    results |= dict(faults(rank, ranks))
-    torch.save(results, f"{folder}/{rank}")
-    dist.destroy_process_group()
+def process(rank, ranks, folder):
+    """Return the results of all that is tested of a number of processes."""
+    results = dict(per_process(rank, ranks, folder))
+    return results | dict(synchronised_ones(rank, ranks)) | dict(faults(rank, ranks))
 
 
 def per_process(rank, ranks, folder):

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import xkfac
+from tests.helpers.processes import in_processes
 from tests.helpers.setups import (
     Skipping,
     bare,
@@ -345,10 +345,8 @@ def test_a_step_reads_no_value_from_the_device(interpretation, made):
     assert learner.last_penalty > 0
 
 
-def distributed_step(rank, folder):
-    """Begin and take one step on this process's share of the data; leave the results in `folder`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def distributed_step(rank, ranks, folder):
+    """Begin and take one step on this process's share of the data; return the state in between, value and gradients."""
     torch.manual_seed(0)
     model = mlp()
     memory = consolidate(model, data(), "xkfac")
@@ -358,8 +356,7 @@ def distributed_step(rank, folder):
     state = copy.deepcopy(model.state_dict())
     move(model)
     value, found = gradients(model.train(), learner, share(rank)[0], parallel)
-    torch.save((state, value, found), f"{folder}/{rank}")
-    dist.destroy_process_group()
+    return state, value, found
 
 
 def share(rank):
@@ -368,8 +365,7 @@ def share(rank):
 
 
 def test_distributed_data_parallel(tmp_path):
-    torch.multiprocessing.spawn(distributed_step, (str(tmp_path),), nprocs=2)
-    results = [torch.load(tmp_path / str(rank)) for rank in range(2)]
+    results = in_processes(distributed_step, 2, tmp_path)
     torch.manual_seed(0)
     model = mlp()
     learner = Learner(model, consolidate(model, data(), "xkfac"))
