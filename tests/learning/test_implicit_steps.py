@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -146,6 +147,41 @@ def test_a_learning_rate_that_grows_beyond_is_said_once():
     with pytest.warns(XkfacWarning, match=r"grown to 0\.2 from 0\.1.*make the scheduler before begin") as said:
         steps(model, learner, optimizer, target())
     assert len(said) == 1
+
+
+def test_a_task_that_begins_again_has_the_steps_of_its_new_optimizer():
+    ends = []
+    for again in (False, True):
+        model, memory, optimizer = started(lr=0.3)
+        learner = Learner(model, memory, strength=STRENGTH)
+        if again:
+            learner.begin(target(), torch.optim.SGD(model.parameters(), 0.1))
+        learner.begin(target(), optimizer)
+        steps(model, learner, optimizer, target())
+        ends.append(weights(model))
+    assert torch.equal(*ends)
+
+
+def test_steps_of_another_optimizer_than_that_of_begin_are_noticed():
+    model, memory, optimizer = started()
+    learner = Learner(model, memory)
+    learner.begin(target(), optimizer)
+    learner.stable_lr()  # displaces the weights for a while
+    with pytest.warns(XkfacWarning, match="not by steps of the optimizer that begin got") as said:
+        steps(model, learner, torch.optim.SGD(model.parameters(), 0.01), target())
+    assert len(said) == 1
+
+
+def test_gradients_that_are_accumulated_before_the_first_step_are_no_other_optimizer():
+    model, memory, optimizer = started()
+    learner = Learner(model, memory)
+    learner.begin(target(), optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in target():
+            learner.objective(F.cross_entropy(model(x), y), share=1 / 3).backward()
+        optimizer.step()
+        steps(model, learner, optimizer, target())
 
 
 def test_an_optimizer_that_cannot_be_made_implicit_is_named():

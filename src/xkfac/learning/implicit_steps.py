@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
@@ -30,17 +31,9 @@ class ImplicitSteps:
         make: Callable[[float, float], Implicit],
         state: dict[str, Any] | None = None,
     ) -> None:
-        if not isinstance(optimizer, SGD):
-            raise XkfacError(
-                "begin(loader, optimizer) makes the steps of SGD implicit in the penalty, and cannot do so for "
-                f"{type(optimizer).__name__}, which scales its steps by itself; leave the optimizer out"
-            )
-        groups = _groups_with(optimizer, protected)
-        if not groups:
-            raise XkfacError(
-                "the optimizer has none of the parameters that the penalty protects; make it with those of the model "
-                "that the learner has"
-            )
+        self._unused: Tensor | None = next(iter(protected := list(protected)))
+        self._version: int | None = None
+        groups = groups_to_change(optimizer, protected)
         of = max(groups, key=lambda group: _largest(group) / (1 - group["momentum"]))
         rates = (state["lr"], state["momentum"]) if state else (_largest(of), of["momentum"])
         self.lr, self.momentum = float(rates[0]), float(rates[1])
@@ -51,6 +44,7 @@ class ImplicitSteps:
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._unused = None
         self._check_rates()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -77,6 +71,20 @@ class ImplicitSteps:
                 self._groups = []
                 break
 
+    def check_used(self) -> None:
+        """Warn once where weights have changed since the last call and the optimizer has not made any step yet."""
+        if self._unused is None or torch.compiler.is_compiling():
+            return
+        before, self._version = self._version, self._unused._version
+        if before not in (None, self._version):
+            self._unused = None
+            warnings.warn(
+                "the weights change, but not by steps of the optimizer that begin got, so no step is implicit in the "
+                "penalty; give begin the optimizer that trains, or none",
+                XkfacWarning,
+                stacklevel=5,
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: about as many numbers as the protected parameters have."""
         return {"lr": self.lr, "momentum": self.momentum, "tensors": self.implicit.tensors}
@@ -84,6 +92,25 @@ class ImplicitSteps:
     def remove(self) -> None:
         """Leave the optimizer's steps as they are again."""
         self._hook.remove()
+
+
+def groups_to_change(optimizer: Optimizer, protected: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer that have protected parameters.
+
+    Raises XkfacError for an optimizer other than SGD, or one without a protected parameter.
+    """
+    if not isinstance(optimizer, SGD):
+        raise XkfacError(
+            "begin(loader, optimizer) makes the steps of SGD implicit in the penalty, and cannot do so for "
+            f"{type(optimizer).__name__}, which scales its steps by itself; leave the optimizer out"
+        )
+    groups = _groups_with(optimizer, protected)
+    if not groups:
+        raise XkfacError(
+            "the optimizer has none of the parameters that the penalty protects; make it with those of the model "
+            "that the learner has"
+        )
+    return groups
 
 
 def sgd_among(optimizers: Iterable[Any], protected: Iterable[Tensor]) -> SGD | None:

@@ -41,6 +41,7 @@ class PenalisedStep:
         every: int | None,
     ) -> None:
         device = device_of(model)
+        self.method = method
         self._follows = every is None
         if every is None and (device.type != "cpu" or (dist.is_available() and dist.is_initialized())):
             every = 1  # to look at gradients would synchronise the device, and processes would not decide alike
