@@ -319,3 +319,12 @@ def test_task_specific_bn_is_not_taken_for_shared(net):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(net, data(seed=1), 2, learner)
+
+
+def test_names_that_no_task_can_have_are_refused_before_anything_is_changed(net):
+    before = dict(net.named_modules())
+    with pytest.raises(XkfacError, match=r"the single name 'old'; give a list of all names, such as \['old'\]"):
+        xkfac.give_task_norms(net, "old")
+    with pytest.raises(XkfacError, match=r"a task cannot have this name .*imagenet.v1.*; choose another one"):
+        xkfac.give_task_layers(net, ["imagenet.v1", "new"], ["head"])
+    assert dict(net.named_modules()) == before
