@@ -113,9 +113,14 @@ def test_begin_refuses_a_network_that_is_not_at_the_anchor():
     with torch.no_grad():
         model[3].weight.mul_(1.1)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(MismatchError, match=r"unit '3' are .* away from those .*memory.without\('3'\)"):
+    with pytest.raises(MismatchError, match=r"unit '3' are .* away from those .*run it in evaluation mode until then"):
         learner.begin(target())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    with torch.no_grad():
+        model[3].weight.div_(1.1)
+        model[6].weight.mul_(1.1)
+    with pytest.raises(MismatchError, match=r"unit '6' are .*leave a head that is new out, with memory.without\('6'\)"):
+        learner.begin(target())
     with torch.no_grad():
         model[3].weight.fill_(float("nan"))
     with pytest.raises(MismatchError, match="unit '3'"):

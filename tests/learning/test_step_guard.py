@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers.setups import data, gradients, leave_side_stream, mlp, move, started, target
-from xkfac import Balance, Calibration, Learner, consolidate
+from xkfac import Balance, Calibration, Learner, consolidate, estimate
 from xkfac.errors import MismatchError, NotFiniteError, XkfacError, XkfacWarning
 from xkfac.learning.step_guard import INTERVAL
 
@@ -32,6 +32,16 @@ def test_finish_refuses_a_task_without_objective():
         learner.finish(target())
     gradients(model, learner)
     assert learner.finish(target()).tasks == 2
+
+
+def test_what_a_refused_finish_names_instead_extends_the_memory():
+    model, learner = started(method="fixed-bn")
+    with pytest.raises(
+        XkfacError, match=r"memory.extend\(model, xkfac.estimate\(model, loader, memory.method.settings\)"
+    ):
+        learner.finish(target())
+    new = estimate(model, target(), learner.memory.method.settings)
+    assert learner.memory.extend(model, new, weights=(0.5, 0.5)).tasks == 2
 
 
 @pytest.mark.parametrize("call", ["backward", "penalty", "load_state_dict", "an older state"])

@@ -72,11 +72,13 @@ def check_at_anchor(bound: Mapping[str, BoundUnit], anchor: Mapping[str, Tensor]
         size = wanted.norm() + _cancelled(one)
         allowed = max(_TOLERANCE, 2 * coarsest) if tolerance is None else tolerance
         if not bool(distance <= allowed * size):
+            often = f"leave a head that is new out, with memory.without('{name}')"
+            if one.norm is not None:
+                often = "run it in evaluation mode until then, since in training mode BN statistics move"
             raise MismatchError(
                 f"the weights or BN statistics of unit '{name}' are {float(distance / size):.1e} (relative) away from "
-                "those that the memory was made from; load the source network's state before begin, leave a head that "
-                f"is new out, with memory.without('{name}'), take up a task in progress with load_state_dict, or "
-                "accept small differences with begin(..., tolerance=...)"
+                f"those that the memory was made from; load the source network's state before begin, {often}, take up "
+                "a task in progress with load_state_dict, or accept small differences with begin(..., tolerance=...)"
             )
 
 

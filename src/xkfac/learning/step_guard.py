@@ -143,7 +143,8 @@ class StepGuard:
             raise XkfacError(
                 "objective was never called, so nothing has protected the past while the network learnt; call "
                 "objective(loss) in every training step, or, if the network was trained otherwise on purpose, extend "
-                "the memory with memory.extend(model, xkfac.estimate(model, loader, ...), weights=(ls, lt))"
+                "the memory with memory.extend(model, xkfac.estimate(model, loader, memory.method.settings), "
+                "weights=(ls, lt))"
             )
         undamped = self._step.undamped().item()
         if not math.isfinite(undamped):
