@@ -178,8 +178,9 @@ class Learner:
         Raises NotFiniteError some steps after the penalty has ceased to be finite.
         """
         penalty, source, target = self._next(loss, share)
-        self._guard.see(self.last_penalty, loss)
-        self._rebalance(loss)
+        if loss.requires_grad:  # else it is no training step
+            self._guard.see(self.last_penalty, loss)
+            self._rebalance(loss)
         if penalty is None:
             return loss * target  # type: ignore[no-any-return]
         if self.balance is None:

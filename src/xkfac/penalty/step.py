@@ -78,9 +78,11 @@ class PenalisedStep:
     def next(self, loss: Tensor) -> tuple[Tensor | None, int]:
         """Return L_s of a training step, differentiable, and its weight; None and 0 where the interval leaves it out.
 
+        A loss without gradients, as a validation has it, is that of no step, and the interval does not count it.
+
         Raises XkfacError where the readings are not those of all forward passes that `loss` depends on.
         """
-        if self._fused is None or torch.compiler.is_compiling():
+        if self._fused is None or torch.compiler.is_compiling() or not loss.requires_grad:
             return self.value(), 1
         if self.interval.skips():
             self.readings.take(loss)
