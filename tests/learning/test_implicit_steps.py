@@ -162,6 +162,24 @@ def test_a_task_that_begins_again_has_the_steps_of_its_new_optimizer():
     assert torch.equal(*ends)
 
 
+def test_layers_that_are_frozen_while_a_head_learns_have_implicit_steps_later():
+    ends = []
+    for frozen in (False, True):
+        model, memory, optimizer = started(lr=0.3)
+        model.requires_grad_(not frozen)
+        learner = Learner(model, memory, strength=STRENGTH)
+        learner.begin(target(), optimizer)
+        for place in (0, 3, 6):
+            model[place].requires_grad_(True)
+        steps(model, learner, optimizer, target())
+        ends.append(weights(model))
+    assert torch.equal(*ends)
+    model.requires_grad_(False)
+    model[6] = torch.nn.Linear(4, 2)
+    learner = Learner(model, consolidate(model, data(classes=2), exclude=["6"]))
+    learner.begin(target(classes=2), torch.optim.SGD(model[6].parameters(), 0.1))  # nothing that is protected learns
+
+
 def test_steps_of_another_optimizer_than_that_of_begin_are_noticed():
     model, memory, optimizer = started()
     learner = Learner(model, memory)

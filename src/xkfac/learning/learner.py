@@ -136,8 +136,8 @@ class Learner:
         check_at_anchor(self._step.bound, self.memory.anchor, tolerance)
         recentre = self.method.recentre if recentre is None else recentre
         check_recentring(self.method, recentre, loader is not None)
-        if optimizer is not None and self.protected:
-            groups_to_change(optimizer, self.protected)  # refused before anything is changed
+        if optimizer is not None and (protected := self._step.changed_by(optimizer)):
+            groups_to_change(optimizer, protected)  # refused before anything is changed
         self.memory = with_options(self.memory, forward=forward)
         with same_random_state():
             if loader is not None:
@@ -154,10 +154,10 @@ class Learner:
 
     def _start(self, optimizer: torch.optim.Optimizer | None, state: dict[str, Any] | None = None) -> None:
         self._held = self._held or HeldBN(self._wrapped, self.method, self._bn_momentum)
-        if optimizer is not None and self.protected:
+        if optimizer is not None and (protected := self._step.changed_by(optimizer)):
             if self._implicit_steps is not None:
                 self._implicit_steps.remove()
-            self._implicit_steps = ImplicitSteps(optimizer, self.protected, self.implicit, state)
+            self._implicit_steps = ImplicitSteps(optimizer, protected, self.implicit, state)
         self._step.readings.clear()
         self._begun = True
 

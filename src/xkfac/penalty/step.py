@@ -139,6 +139,12 @@ class PenalisedStep:
         known = [one for one in inputs if one is not None and one.requires_grad and one.is_leaf]
         return [one for one in known if id(one) not in self._fixed]
 
+    def changed_by(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return the `parameters`; where all are frozen, those that an optimizer has, which may learn later."""
+        known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        frozen = [one for bound in self.bound.values() for one in bound.parameters() if id(one) not in self._fixed]
+        return self.parameters or [one for one in frozen if id(one) in known]
+
     def gradients(self, implicit: Implicit | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters that L_s depends on, each with the gradient in it under population statistics."""
         if self._fused is None:
