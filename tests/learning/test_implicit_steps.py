@@ -202,6 +202,20 @@ def test_gradients_that_are_accumulated_before_the_first_step_are_no_other_optim
         steps(model, learner, optimizer, target())
 
 
+def test_an_optimizer_from_before_a_head_was_replaced_is_noticed():
+    model, memory, optimizer = started()
+    model[6] = torch.nn.Linear(4, 3)
+    learner = Learner(model, memory.without("6"))
+    with pytest.warns(XkfacWarning, match=r"lacks '6.weight' .* make the optimizer after all changes to the model"):
+        learner.begin(target(), optimizer)
+    rest = [*model[:6].parameters()]
+    elsewhere = torch.nn.Parameter(torch.ones(1))  # of a loss
+    for parameters in ([*model.parameters(), elsewhere], [*model.parameters()], rest):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            learner.begin(target(), torch.optim.SGD(parameters, 0.1))
+
+
 def test_an_optimizer_that_cannot_be_made_implicit_is_named():
     model, memory, _ = started()
     with pytest.raises(XkfacError, match="cannot do so for AdamW, which scales its steps by itself; leave the opt"):

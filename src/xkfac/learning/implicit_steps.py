@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from xkfac.errors import XkfacError, XkfacWarning
@@ -33,7 +33,7 @@ class ImplicitSteps:
     ) -> None:
         self._unused: Tensor | None = next(iter(protected := list(protected)))
         self._version: int | None = None
-        groups = groups_to_change(optimizer, protected)
+        groups = _groups_to_change(optimizer, protected)
         of = max(groups, key=lambda group: _largest(group) / (1 - group["momentum"]))
         rates = (state["lr"], state["momentum"]) if state else (_largest(of), of["momentum"])
         self.lr, self.momentum = float(rates[0]), float(rates[1])
@@ -94,7 +94,26 @@ class ImplicitSteps:
         self._hook.remove()
 
 
-def groups_to_change(optimizer: Optimizer, protected: Iterable[Tensor]) -> list[dict[str, Any]]:
+def check_optimizer(model: nn.Module, optimizer: Optimizer, protected: Iterable[Tensor]) -> None:
+    """Check the optimizer of a task; warn in the user's line of one from before a layer of the model was replaced.
+
+    Raises XkfacError where the steps of the protected parameters cannot be made implicit.
+    """
+    if protected := list(protected):
+        _groups_to_change(optimizer, protected)
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    own = dict(model.named_parameters())
+    missing = [name for name, one in own.items() if one.requires_grad and id(one) not in held]
+    if missing and held.difference(map(id, own.values())):
+        warnings.warn(
+            f"the optimizer lacks '{missing[0]}' and has parameters that the model does not have, so it is from before "
+            "a layer was replaced, and the new one will not learn; make the optimizer after all changes to the model",
+            XkfacWarning,
+            stacklevel=3,
+        )
+
+
+def _groups_to_change(optimizer: Optimizer, protected: Iterable[Tensor]) -> list[dict[str, Any]]:
     """Return the groups of an optimizer that have protected parameters.
 
     Raises XkfacError for an optimizer other than SGD, or one without a protected parameter.

@@ -12,7 +12,7 @@ from xkfac.learning.balance import Balance
 from xkfac.learning.begin_checks import check_at_anchor, check_batch, check_not_replaced, check_recentring
 from xkfac.learning.held_bn import HeldBN
 from xkfac.learning.history import History
-from xkfac.learning.implicit_steps import ImplicitSteps, groups_to_change
+from xkfac.learning.implicit_steps import ImplicitSteps, check_optimizer
 from xkfac.learning.step_guard import StepGuard
 from xkfac.memory import Memory, estimate_for, with_options
 from xkfac.methods import get_method
@@ -136,8 +136,8 @@ class Learner:
         check_at_anchor(self._step.bound, self.memory.anchor, tolerance)
         recentre = self.method.recentre if recentre is None else recentre
         check_recentring(self.method, recentre, loader is not None)
-        if optimizer is not None and (protected := self._step.changed_by(optimizer)):
-            groups_to_change(optimizer, protected)  # refused before anything is changed
+        if optimizer is not None:  # refused before anything is changed
+            check_optimizer(self.model, optimizer, self._step.changed_by(optimizer))
         self.memory = with_options(self.memory, forward=forward)
         with same_random_state():
             if loader is not None:
