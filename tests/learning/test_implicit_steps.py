@@ -220,6 +220,10 @@ def test_an_optimizer_that_cannot_be_made_implicit_is_named():
     model, memory, _ = started()
     with pytest.raises(XkfacError, match="cannot do so for AdamW, which scales its steps by itself; leave the opt"):
         Learner(model, memory).begin(target(), torch.optim.AdamW(model.parameters()))
+    wrapper = torch.optim.Adam(model.parameters())
+    wrapper.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(XkfacError, match=r"for Adam; give begin the SGD inside of it, optimizer.optimizer"):
+        Learner(model, memory).begin(target(), wrapper)
     stranger = torch.optim.SGD(mlp().parameters(), 0.1)
     with pytest.raises(XkfacError, match="none of the parameters that the penalty protects"):
         Learner(model, memory).begin(target(), stranger)

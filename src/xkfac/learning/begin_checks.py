@@ -74,7 +74,7 @@ def check_at_anchor(bound: Mapping[str, BoundUnit], anchor: Mapping[str, Tensor]
         if not bool(distance <= allowed * size):
             often = f"leave a head that is new out, with memory.without('{name}')"
             if one.norm is not None:
-                often = "run it in evaluation mode until then, since in training mode BN statistics move"
+                often = "run it in evaluation mode until then (in training mode BN statistics move)"
             raise MismatchError(
                 f"the weights or BN statistics of unit '{name}' are {float(distance / size):.1e} (relative) away from "
                 f"those that the memory was made from; load the source network's state before begin, {often}, take up "

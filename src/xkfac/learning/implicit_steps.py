@@ -119,9 +119,12 @@ def _groups_to_change(optimizer: Optimizer, protected: Iterable[Tensor]) -> list
     Raises XkfacError for an optimizer other than SGD, or one without a protected parameter.
     """
     if not isinstance(optimizer, SGD):
+        why = ", which scales its steps by itself; leave the optimizer out"
+        if isinstance(getattr(optimizer, "optimizer", None), SGD):  # as Accelerate has it
+            why = "; give begin the SGD inside of it, optimizer.optimizer"
         raise XkfacError(
             "begin(loader, optimizer) makes the steps of SGD implicit in the penalty, and cannot do so for "
-            f"{type(optimizer).__name__}, which scales its steps by itself; leave the optimizer out"
+            f"{type(optimizer).__name__}{why}"
         )
     groups = _groups_with(optimizer, protected)
     if not groups:
