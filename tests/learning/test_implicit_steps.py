@@ -186,7 +186,7 @@ def test_steps_of_another_optimizer_than_that_of_begin_are_noticed():
     learner.begin(target(), optimizer)
     learner.stable_lr()  # displaces the weights for a while
     with pytest.warns(XkfacWarning, match="not by steps of the optimizer that begin got") as said:
-        steps(model, learner, torch.optim.SGD(model.parameters(), 0.01), target())
+        steps(model, learner, torch.optim.SGD(model.parameters(), 0.01), target(count=5))
     assert len(said) == 1
 
 

@@ -32,7 +32,7 @@ class ImplicitSteps:
         state: dict[str, Any] | None = None,
     ) -> None:
         self._unused: Tensor | None = next(iter(protected := list(protected)))
-        self._version: int | None = None
+        self._versions: set[int] = set()
         groups = _groups_to_change(optimizer, protected)
         of = max(groups, key=lambda group: _largest(group) / (1 - group["momentum"]))
         rates = (state["lr"], state["momentum"]) if state else (_largest(of), of["momentum"])
@@ -72,11 +72,14 @@ class ImplicitSteps:
                 break
 
     def check_used(self) -> None:
-        """Warn once where weights have changed since the last call and the optimizer has not made any step yet."""
+        """Warn once where weights change from call to call and the optimizer has not made any step yet.
+
+        One change is none: a method that looks for flat minima displaces the weights before its first step.
+        """
         if self._unused is None or torch.compiler.is_compiling():
             return
-        before, self._version = self._version, self._unused._version
-        if before not in (None, self._version):
+        self._versions.add(self._unused._version)
+        if len(self._versions) > 3:
             self._unused = None
             warnings.warn(
                 "the weights change, but not by steps of the optimizer that begin got, so no step is implicit in the "
