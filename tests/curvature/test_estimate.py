@@ -319,6 +319,29 @@ def test_a_layer_called_twice_has_its_calls_as_positions():
     torch.testing.assert_close(term.left[0], (first.T @ first + second.T @ second) / 5)
 
 
+def test_a_call_that_no_gradient_reaches_has_zeros_of_its_own_number_of_positions():
+    class OneOfTwo(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(2, 3, 3), head(3)
+
+        def forward(self, x):
+            used, unused = self.conv(x[:, :, :4, :4]), self.conv(x)
+            return self.head(used.tanh().mean((2, 3))) + 0 * unused.detach().sum()
+
+    net, x = OneOfTwo().double(), torch.randn(3, 2, 6, 6).double()
+    alone = nn.Sequential(net.conv, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), net.head)
+    small = x[:, :, :4, :4]
+    diagonal = exact(net, [x], kind="diagonal").blocks["conv"].values
+    torch.testing.assert_close(diagonal, exact(alone, [small], kind="diagonal").blocks["0"].values)
+    # 16 positions more without a gradient, of which H' is the mean beside the 4 that have one.
+    (term,), (wanted,) = (
+        exact(one, [inputs], kind="kfac").blocks[name].terms
+        for one, inputs, name in ((net, x, "conv"), (alone, small, "0"))
+    )
+    torch.testing.assert_close(term.right, wanted.right * 4 / 20)
+
+
 @pytest.mark.parametrize("kind", ["xkfac", "kfac", "diagonal"])
 def test_nothing_behind_the_first_unit_is_differentiated(kind):
     """The gradient at its output is all that is needed: neither its BN nor any weight has a backward pass."""
