@@ -132,20 +132,17 @@ class PenalisedStep:
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters that L_s depends on, but for those that stay fixed."""
-        inputs = [] if self._fused is None else self._fused.inputs({})
-        known = [one for one in inputs if one is not None and one.requires_grad and one.is_leaf]
-        return [one for one in known if id(one) not in self._fixed]
+        known = {id(one): one for bound in self.bound.values() for one in bound.parameters()}
+        return [one for key, one in known.items() if one.requires_grad and one.is_leaf and key not in self._fixed]
 
     def gradients(self, implicit: Implicit | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters that L_s depends on, each with the gradient in it under population statistics."""
-        if self._fused is None:
+        parameters = self.parameters
+        if self._fused is None or not parameters:
             return []
-        pairs = self._fused.value_and_gradients({}, 1.0)[1]
-        pairs = [pair for pair in pairs if pair[0].is_leaf and id(pair[0]) not in self._fixed]
-        if implicit is None:
-            return pairs
-        parameters, gradients = [one for one, _ in pairs], [gradient for _, gradient in pairs]
-        return list(zip(parameters, implicit(parameters, gradients), strict=True))
+        with torch.enable_grad():
+            gradients = list(torch.autograd.grad(self._fused({}), parameters))
+        return list(zip(parameters, gradients if implicit is None else implicit(parameters, gradients), strict=True))
 
     def implicit(self, weight: float, rank: int) -> Implicit:
         """Return what makes steps implicit in `weight` times L_s; an interval that was not given becomes fixed."""
