@@ -173,6 +173,19 @@ def test_proxy_is_learnt_from_in_place_of_held_out_batches(quick):
     assert calibrate(model, memory, data(5), proxy=target(), max_batches=2, tasks=1).calibration.examples == 2 * 8
 
 
+def test_a_loader_may_write_each_batch_where_the_last_one_was(quick):
+    model, batches = mlp(), data(4)
+    memory = consolidate(model, batches)
+
+    def reusing():
+        place = torch.empty_like(batches[0][0])
+        for x, y in batches:
+            yield place.copy_(x), y
+
+    scales = [calibrate(model, memory, loader, tasks=1).calibration.scale for loader in (batches, reusing())]
+    assert scales[0] == scales[1]
+
+
 def test_steps_that_are_too_long_are_shortened(monkeypatch):
     model = mlp()
     memory = consolidate(model, data(8, 16), "xkfac")
