@@ -21,6 +21,7 @@ from tests.helpers.shared_pass import (
     images,
     perceptron,
     process,
+    several_sizes,
     whole,
 )
 from xkfac.curvature.assemble import Outcome
@@ -96,6 +97,12 @@ def test_blocks_across_layers_are_shared(results, form):
     expected = xkfac.estimate(perceptron(), whole(), form=form, cross_layer=True).curvature
     for one in results[0]:
         same(one[f"cross-layer {form}"], expected, 1e-11)
+
+
+def test_means_of_a_process_count_by_the_positions_of_its_images(results):
+    expected = xkfac.estimate(everything(), several_sizes(), **drawn("pooled")).curvature
+    for one in results[0]:
+        same(one["several sizes"], expected, 1e-11)
 
 
 def test_processes_without_a_batch_get_the_curvature_of_the_others(results):
