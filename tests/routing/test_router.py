@@ -367,6 +367,8 @@ def test_batch_statistics_follow_a_window_and_leave_no_trace(window):
         torch.testing.assert_close(norm.running_var, var)
         expected = (z - mean.view(-1, 1, 1)) / (var.view(-1, 1, 1) + norm.eps).sqrt()
         torch.testing.assert_close(first, expected)
+        if window <= 20:
+            torch.testing.assert_close(norm(input=z), expected)  # given by keyword
     if window <= 20:
         torch.testing.assert_close(first, copy.deepcopy(net[:2]).train()(x).detach())
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
