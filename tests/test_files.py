@@ -197,7 +197,7 @@ def assert_refused_or_same(path, data):
         description, tensors = files.read(path)
     except MemoryFileError as error:
         refusal = str(error)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30
     if refusal is not None:
         assert str(path) in refusal
         assert "\n" not in refusal

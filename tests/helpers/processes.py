@@ -1,7 +1,6 @@
 """Processes that work together as one group and leave their results."""
 
 import os
-import socket
 import sys
 
 import torch
@@ -11,18 +10,15 @@ import torch.distributed as dist
 def in_processes(work, ranks, folder, backend="gloo"):
     """Return what `work(rank, ranks, folder)` gives in each of so many processes, with one thread each.
 
-    `work` is a function of a module; its results go through files in `folder`.
+    `work` is a function of a module; its results go through files in `folder`, which is a new one.
     """
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_one, (work, ranks, port, backend, folder), nprocs=ranks)
+    torch.multiprocessing.spawn(_one, (work, ranks, backend, folder), nprocs=ranks)
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(ranks)]
 
 
-def _one(rank, work, ranks, port, backend, folder):
+def _one(rank, work, ranks, backend, folder):
     torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.save(work(rank, ranks, folder), folder / str(rank))
     dist.barrier()
     dist.destroy_process_group()
