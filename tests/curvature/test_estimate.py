@@ -295,16 +295,19 @@ def test_cross_layer_blocks_are_the_khatri_rao_product_of_the_definitions():
     torch.testing.assert_close(products, expected @ flat)
 
 
-def test_a_layer_called_twice_has_its_calls_as_positions():
-    class Twice(nn.Module):
+@pytest.mark.parametrize("calls", [2, 3])
+def test_a_layer_called_several_times_has_its_calls_as_positions(calls):
+    class Repeated(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer, self.head = nn.Linear(3, 3), head(3)
 
         def forward(self, x):
-            return self.head(self.layer(torch.tanh(self.layer(x))))
+            for _ in range(calls - 1):
+                x = torch.tanh(self.layer(x))
+            return self.head(self.layer(x))
 
-    net, x = Twice().double(), torch.randn(5, 3).double()
+    net, x = Repeated().double(), torch.randn(5, 3).double()
     diagonal = exact(net, [x], kind="diagonal").blocks["layer"].values
     log_p = net(x).log_softmax(1)
     expected = 0
@@ -314,9 +317,11 @@ def test_a_layer_called_twice_has_its_calls_as_positions():
             expected = expected + log_p[n, label].exp().detach() * torch.cat([w, b[:, None]], 1).square() / 5
     torch.testing.assert_close(diagonal[0], expected)
     (term,) = exact(net, [x], kind="kfac").blocks["layer"].terms
-    first = torch.cat([x, torch.ones(5, 1).double()], 1)
-    second = torch.cat([torch.tanh(net.layer(x)), torch.ones(5, 1).double()], 1).detach()
-    torch.testing.assert_close(term.left[0], (first.T @ first + second.T @ second) / 5)
+    expected = 0
+    for _ in range(calls):
+        one = torch.cat([x, torch.ones(5, 1).double()], 1).detach()
+        expected, x = expected + one.T @ one / 5, torch.tanh(net.layer(x))
+    torch.testing.assert_close(term.left[0], expected)
 
 
 def test_a_call_that_no_gradient_reaches_has_zeros_of_its_own_number_of_positions():

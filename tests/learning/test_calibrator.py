@@ -107,6 +107,18 @@ def test_real_is_the_divergence_of_what_the_network_said_before():
     assert source.point(model).real == 0
 
 
+def test_real_is_the_divergence_per_prediction_where_an_example_has_several():
+    model = randomise(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 1))).eval()
+    batches = data(2, 6, (2, 5, 5))
+    source = _Source(model, consolidate(model, batches, draws=1), default_forward, batches, seed=0)
+    moved = copy.deepcopy(model)
+    move(moved)
+    with torch.no_grad():
+        before, now = (net(torch.cat([x for x, _ in batches])).log_softmax(1) for net in (model, moved))
+    divergence = F.kl_div(now, before, reduction="none", log_target=True).sum(1).mean()
+    assert source.point(moved).real == pytest.approx(divergence.item(), rel=1e-4)
+
+
 def test_the_path_descends_the_proxy_s_objective_and_leaves_what_is_not_covered():
     model = mlp().eval()
     memory = consolidate(model, data(), "xkfac", exclude=["6"])

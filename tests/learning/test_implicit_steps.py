@@ -138,6 +138,18 @@ def test_the_learning_rate_is_the_largest_that_a_scheduler_names(schedule):
     assert learner._implicit_steps.lr == 0.1
 
 
+def test_of_several_groups_the_one_with_the_longest_steps_counts():
+    model, memory, _ = started()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.3},
+        {"params": model[3].parameters(), "lr": 0.1, "momentum": 0.9},
+        {"params": model[6].parameters(), "lr": 0.01, "momentum": 0.95},
+    ]
+    learner = Learner(model, memory)
+    learner.begin(target(), torch.optim.SGD(groups, 0.1))
+    assert (learner._implicit_steps.lr, learner._implicit_steps.momentum) == (0.1, 0.9)
+
+
 def test_a_learning_rate_that_grows_beyond_is_said_once():
     model, memory, optimizer = started()
     learner = Learner(model, memory, strength=STRENGTH)

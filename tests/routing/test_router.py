@@ -149,6 +149,8 @@ def test_the_unknown_share_is_that_of_the_tasks_own_images_and_other_images_are_
     assert (answer.tasks == -1).all()
     assert answer.outputs.isfinite().any(1).all()
     assert (router(images("grey", 20) * 10 - 7).tasks >= 0).all()
+    router.quantiles = torch.arange(101.0).square()[None]
+    torch.testing.assert_close(router._level(0.042), torch.tensor([17.8]))  # 16, and a fifth of the way to 25
 
 
 def test_probabilities_are_as_sure_as_they_are_right(monkeypatch):
