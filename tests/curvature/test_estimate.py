@@ -171,6 +171,16 @@ def test_free_parameters_get_the_exact_diagonal():
         torch.testing.assert_close(curvature.blocks[name].values.flatten(), expected[name].flatten())
 
 
+def test_an_embedding_with_sparse_gradients_has_the_curvature_of_a_dense_one():
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.EmbeddingBag(7, 4, sparse=sparse), head(4)), torch.randint(7, (5, 3))
+        found.append(exact(net, [x]).blocks["0.weight"].values)
+    torch.testing.assert_close(found[1], found[0])
+    assert found[0].any()
+
+
 @pytest.mark.parametrize("kind", ["xkfac", "kfac", "diagonal"])
 def test_sampled_estimate_is_unbiased_with_error_falling_as_one_over_the_root_of_the_draws(kind):
     net, batches, _, _ = case("linear", sizes=(6,))

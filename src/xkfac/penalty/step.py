@@ -15,7 +15,7 @@ from xkfac.model.passes import device_of, norms_of
 from xkfac.model.units import Unit
 from xkfac.penalty.bn_readings import BnReadings
 from xkfac.penalty.bn_taps import BnReading
-from xkfac.penalty.fused import FusedPenalty, accumulate
+from xkfac.penalty.fused import FusedPenalty
 from xkfac.penalty.implicit import Implicit
 from xkfac.penalty.interval import IMPLICIT, Interval
 from xkfac.penalty.quadratic import Penalty
@@ -168,6 +168,25 @@ class PenalisedStep:
         self.readings.remove()
         if self._hook is not None:
             self._hook.remove()
+
+
+def accumulate(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients to `.grad` of parameters, all at once."""
+    waiting = list(pairs)
+    while waiting:
+        # A parameter of several units has as many gradients, and a turn takes one of each.
+        turn = {id(parameter): (parameter, gradient) for parameter, gradient in waiting}
+        waiting = [(a, b) for a, b in waiting if turn[id(a)][1] is not b]
+        known = []
+        for parameter, gradient in turn.values():
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif parameter.grad.is_sparse:  # that of an embedding, to which nothing dense can be added in place
+                parameter.grad = gradient + parameter.grad
+            else:
+                known.append((parameter.grad, gradient))
+        if known:
+            torch._foreach_add_([a for a, _ in known], [b for _, b in known])
 
 
 def _waited_for(reading: Reading) -> tuple[Tensor, Tensor]:
