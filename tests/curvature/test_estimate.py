@@ -142,6 +142,10 @@ def test_corrected_has_the_exact_variances_in_the_eigenbasis_of_partial_traces(n
         eigenvectors = oracles.dense(block.left, block.right)
         variances = torch.diagonal(eigenvectors.mT @ fisher @ eigenvectors, dim1=1, dim2=2)
         torch.testing.assert_close(block.scales.mT.flatten(1), variances, atol=1e-10, rtol=1e-10)
+    for block in xkfac.estimate(net, batches, "corrected", draws=3).curvature.blocks.values():
+        traces = block.left_values.sum(1), block.right_values.sum(1)
+        torch.testing.assert_close(traces[0], traces[1])
+        torch.testing.assert_close(traces[0] * traces[1], block.scales.sum((1, 2)))
 
 
 def test_fisher_of_a_single_position_head_needs_no_approximation_in_h():

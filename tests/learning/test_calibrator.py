@@ -119,6 +119,19 @@ def test_real_is_the_divergence_per_prediction_where_an_example_has_several():
     assert source.point(moved).real == pytest.approx(divergence.item(), rel=1e-4)
 
 
+def test_the_readout_is_linear_in_standardised_outputs_and_on_their_scale():
+    model, batches = nn.Linear(6, 3).double(), [(x.double(), y) for x, y in data(2)]
+    with torch.no_grad():
+        model.weight.mul_(torch.tensor([[1.0], [10.0], [100.0]]))
+        task = _ProxyTask(model, xkfac.Gaussian(), default_forward, batches, 0)
+        outputs = torch.cat([model(x) for x, _ in batches])
+        std, mean = torch.std_mean(outputs, 0, correction=0)
+        readout = torch.randn(3, 4).double()
+        answers = ((outputs - mean) / std @ readout[:, :3].T + readout[:, 3]) * std + mean
+        expected = (answers[8:] - task.labels[1]).square().sum(1).mean() / 2
+        torch.testing.assert_close(task.loss(model, readout, 1), expected)
+
+
 def test_the_path_descends_the_proxy_s_objective_and_leaves_what_is_not_covered():
     model = mlp().eval()
     memory = consolidate(model, data(), "xkfac", exclude=["6"])
