@@ -160,13 +160,17 @@ def test_a_learning_rate_that_grows_beyond_is_said_once():
     assert len(said) == 1
 
 
-def test_an_optimizer_that_cannot_be_made_implicit_is_named():
-    model, memory, _ = started()
+@pytest.mark.parametrize("method", ["fixed-bn", "xkfac"])
+def test_an_optimizer_that_cannot_be_made_implicit_is_named_before_anything_changes(method):
+    model, memory, _ = started(method)
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(XkfacError, match="cannot do so for AdamW, which scales its steps by itself; leave the opt"):
         Learner(model, memory).begin(target(), torch.optim.AdamW(model.parameters()))
     stranger = torch.optim.SGD(mlp().parameters(), 0.1)
     with pytest.raises(XkfacError, match="none of the parameters that the penalty protects"):
         Learner(model, memory).begin(target(), stranger)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_the_optimizer_of_a_framework_is_taken_where_it_can_be_implicit():

@@ -20,7 +20,7 @@ class ImplicitSteps:
     `protected`, at their largest: the present learning rate, or the one that a scheduler has noted for later. state:
     that of a task in progress, to go on with.
 
-    Raises XkfacError for an optimizer other than SGD, or one without a protected parameter.
+    Raises what `protected_groups` does.
     """
 
     def __init__(
@@ -30,17 +30,7 @@ class ImplicitSteps:
         make: Callable[[float, float], Implicit],
         state: dict[str, Any] | None = None,
     ) -> None:
-        if not isinstance(optimizer, SGD):
-            raise XkfacError(
-                "begin(loader, optimizer) makes the steps of SGD implicit in the penalty, and cannot do so for "
-                f"{type(optimizer).__name__}, which scales its steps by itself; leave the optimizer out"
-            )
-        groups = _groups_with(optimizer, protected)
-        if not groups:
-            raise XkfacError(
-                "the optimizer has none of the parameters that the penalty protects; make it with those of the model "
-                "that the learner has"
-            )
+        groups = protected_groups(optimizer, protected)
         of = max(groups, key=lambda group: _largest(group) / (1 - group["momentum"]))
         rates = (state["lr"], state["momentum"]) if state else (_largest(of), of["momentum"])
         self.lr, self.momentum = float(rates[0]), float(rates[1])
@@ -84,6 +74,25 @@ class ImplicitSteps:
     def remove(self) -> None:
         """Leave the optimizer's steps as they are again."""
         self._hook.remove()
+
+
+def protected_groups(optimizer: Optimizer, protected: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer that have protected parameters.
+
+    Raises XkfacError for an optimizer other than SGD, or one without such a group.
+    """
+    if not isinstance(optimizer, SGD):
+        raise XkfacError(
+            "begin(loader, optimizer) makes the steps of SGD implicit in the penalty, and cannot do so for "
+            f"{type(optimizer).__name__}, which scales its steps by itself; leave the optimizer out"
+        )
+    groups = _groups_with(optimizer, protected)
+    if not groups:
+        raise XkfacError(
+            "the optimizer has none of the parameters that the penalty protects; make it with those of the model "
+            "that the learner has"
+        )
+    return groups
 
 
 def sgd_among(optimizers: Iterable[Any], protected: Iterable[Tensor]) -> SGD | None:

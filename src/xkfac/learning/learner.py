@@ -12,7 +12,7 @@ from xkfac.learning.balance import Balance
 from xkfac.learning.begin_checks import check_at_anchor, check_batch, check_not_replaced, check_recentring
 from xkfac.learning.held_bn import HeldBN
 from xkfac.learning.history import History
-from xkfac.learning.implicit_steps import ImplicitSteps
+from xkfac.learning.implicit_steps import ImplicitSteps, protected_groups
 from xkfac.learning.step_guard import StepGuard
 from xkfac.memory import Memory, estimate_for, with_options
 from xkfac.methods import get_method
@@ -132,6 +132,8 @@ class Learner:
         check_at_anchor(self._step.bound, self.memory.anchor, tolerance)
         recentre = self.method.recentre if recentre is None else recentre
         check_recentring(self.method, recentre, loader is not None)
+        if optimizer is not None and self.protected:
+            protected_groups(optimizer, self.protected)
         self.memory = with_options(self.memory, forward=forward)
         with same_random_state():
             if loader is not None:
