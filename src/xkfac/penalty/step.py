@@ -148,7 +148,8 @@ class PenalisedStep:
         """Return what makes steps implicit in `weight` times L_s; an interval that was not given becomes fixed."""
         if self._follows:
             self.interval = Interval(self._implicit_every)
-        return Implicit(self.quadratic.curvature, self.bound.values(), weight * self.interval.every, rank)
+        curvature, damping = self.quadratic.curvature, self.quadratic.damping
+        return Implicit(curvature, damping, self.bound.values(), weight * self.interval.every, rank)
 
     def stable_lr(self, source: float, momentum: float, implicit: Implicit | None, iterations: int, seed: int) -> float:
         """Return the learning rate above which SGD with a momentum m diverges on source * L_s.
