@@ -42,8 +42,7 @@ class Implicit:
     """Turns gradients of parameters that a penalty protects into those of steps that are implicit in the penalty.
 
     weight: eta * ls * strength, what the curvature and the damping are multiplied by. rank: how many directions of a
-    unit's inputs are looked at at most. What has no Kronecker or diagonal block, and a BN that is a unit by itself, are
-    left as they are.
+    unit's inputs are looked at at most. What has no Kronecker or diagonal block, and unmerged BN, are left as they are.
     """
 
     @torch.no_grad()
@@ -54,7 +53,7 @@ class Implicit:
         generator = torch.Generator("cpu").manual_seed(seed)
         for one in bound:
             block = curvature.block(one.unit.name)
-            if block is not None and one.unit.kind in ("linear", "conv", "free"):
+            if block is not None and one.unit.kind != "unmerged":
                 pairs += _parts_of(one, block, damping, weight, rank, generator)
         alike: dict[tuple[Any, ...], list[tuple[Tensor, _Part]]] = {}
         for parameter, part in pairs:
@@ -240,13 +239,14 @@ def _parts_of(
             [(one.weight, _scaled(one.weight, block.values + damping, weight))] if isinstance(block, Diagonal) else []
         )
     scale, inverse, offset = _affine(one)
+    alone = one.unit.kind == "norm"  # a BN without a layer, as if in front of it were one of weights 1
+    weights = torch.ones_like(inverse)[:, None] if alone else one.weight.flatten(1)
     # dW~ / dgamma of each channel, homogeneous coordinate included.
-    along = torch.cat([one.weight.flatten(1) * inverse[:, None], (offset * inverse)[:, None]], 1)
+    along = torch.cat([weights * inverse[:, None], (offset * inverse)[:, None]], 1)
     affine = one.norm is not None and one.norm.weight is not None
     if isinstance(block, Diagonal):
         values = block.values.reshape(groups * rows, columns) + damping
-        inner = one.weight[0].numel()
-        of = [(one.weight, values[:, :inner] * scale.square()[:, None])]
+        of = [] if alone else [(one.weight, values[:, : weights.shape[1]] * scale.square()[:, None])]
         of += [] if one.bias is None else [(one.bias, values[:, -1] * scale.square())]
         of += [(one.norm.bias, values[:, -1]), (one.norm.weight, (values * along.square()).sum(1))] if affine else []
         return [(parameter, _scaled(parameter, own, weight)) for parameter, own in of]
@@ -255,8 +255,9 @@ def _parts_of(
     by_group = scale.view(groups, rows, 1)
     terms = [(term, by_group * term.right * by_group.mT) for term in block.terms]
     of_weight = damping * scale.square()
-    turned = _Turned.inverse(one, terms, of_weight, weight, rank, generator)
-    pairs: list[tuple[Tensor, _Part]] = [(one.weight, turned)]
+    pairs: list[tuple[Tensor, _Part]] = []
+    if not alone:
+        pairs.append((one.weight, _Turned.inverse(one, terms, of_weight, weight, rank, generator)))
     if not one.unit.homogeneous:
         return pairs
     affine = affine and one.norm.weight.requires_grad  # a fixed BN takes no steps
