@@ -1,5 +1,7 @@
 """What cannot be treated is refused in one sentence: labels, dtypes, models without values."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,36 @@ def test_a_curvature_is_accumulated_in_float32_or_float64(dtype):
             xkfac.estimate(model, data(1), draws=1, accumulation_dtype=wide).curvature.blocks["6"].diagonal().dtype
             == wide
         )
+
+
+@pytest.mark.parametrize(
+    ("labels", "likelihood", "told"),
+    [
+        (torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]]), "categorical", True),  # several labels per example
+        (torch.tensor([[0.4, -0.4, 1.0], [2.0, -1.0, 0.0]]), "categorical", True),  # numbers to predict
+        (torch.tensor([[0.4, -0.4, 1.0], [2.0, -1.0, 0.0]]), "gaussian", False),
+        (torch.tensor([[0.0, 1.0, 0.0], [0.3, 0.3, 0.4]]), "categorical", False),  # probabilities of classes
+        (torch.tensor([0.5, 0.2]), "categorical", False),  # something else that a batch holds
+    ],
+)
+def test_labels_that_are_no_classes_are_told(labels, likelihood, told):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        xkfac.consolidate(mlp(), [(torch.randn(2, 6), labels)] * 2, likelihood=likelihood, draws=1)
+    said = [one for one in caught if "the labels are numbers, one per output" in str(one.message)]
+    assert len(said) == told
+
+
+def test_torchscript_is_refused():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scripted = torch.jit.ScriptModule()
+
+    with pytest.raises(
+        xkfac.XkfacError, match="'scripted' is in TorchScript, whose passes cannot be followed; use the"
+    ):
+        xkfac.consolidate(Net(), data())
 
 
 def test_a_memory_has_no_integers():

@@ -166,7 +166,7 @@ def test_a_look_at_the_penalty_does_not_synchronise_and_finds_what_is_not_finite
         torch.cuda.set_sync_debug_mode("default")
     with torch.no_grad():
         model.head.weight.fill_(float("nan"))
-    with pytest.raises(NotFiniteError, match="the steps are too long for it"):
+    with pytest.raises(NotFiniteError, match="the steps are too long for the penalty"):
         many(step, x, y)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -297,3 +298,33 @@ def test_for_layers_of_one_position_task_specific_bn_has_one_term_which_is_that_
         (term,) = block.terms
         torch.testing.assert_close(block.dense(), kfac.curvature.blocks[name].dense())
         assert not term.low_rank
+
+
+def test_shared_bn_that_no_method_protects_is_told_once(net):
+    """The word own-bn alone gives no task its own BN."""
+    memory = xkfac.consolidate(net, data(), "own-bn", draws=1)
+    learner = xkfac.Learner(net, memory)
+    learner.begin(data(seed=1))
+    with pytest.warns(xkfac.XkfacWarning, match=r"'norm' is shared by all tasks.*give_task_norms") as said:
+        trained(net, data(seed=1), 2, learner)
+    assert len(said) == 1
+
+
+def test_task_specific_bn_is_not_taken_for_shared(net):
+    xkfac.give_task_norms(net, ["old", "new"])
+    memory = xkfac.consolidate(net, data(), "own-bn", draws=1)
+    xkfac.enter_task(net, "new")
+    learner = xkfac.Learner(net, memory)
+    learner.begin(data(seed=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(net, data(seed=1), 2, learner)
+
+
+def test_names_that_no_task_can_have_are_refused_before_anything_is_changed(net):
+    before = dict(net.named_modules())
+    with pytest.raises(XkfacError, match=r"the single name 'old'; give a list of all names, such as \['old'\]"):
+        xkfac.give_task_norms(net, "old")
+    with pytest.raises(XkfacError, match=r"a task cannot have this name .*imagenet.v1.*; choose another one"):
+        xkfac.give_task_layers(net, ["imagenet.v1", "new"], ["head"])
+    assert dict(net.named_modules()) == before

@@ -25,8 +25,13 @@ class TaskLayer(nn.Module):
 
     def __init__(self, layer: nn.Module | Mapping[str, nn.Module], tasks: Iterable[str] = ()) -> None:
         super().__init__()
+        if isinstance(tasks, str):
+            raise XkfacError(f"tasks is the single name '{tasks}'; give a list of all names, such as ['{tasks}']")
         given = layer if isinstance(layer, Mapping) else {task: copy.deepcopy(layer) for task in tasks}
-        self.of = nn.ModuleDict(given)
+        try:
+            self.of = nn.ModuleDict(given)
+        except KeyError as error:
+            raise XkfacError(f"a task cannot have this name ({error.args[0]}); choose another one") from None
         if not self.of:
             raise XkfacError("a TaskLayer needs the name of at least one task")
         self.active = next(iter(self.of))
@@ -97,7 +102,7 @@ def _shared(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _give(model: nn.Module, paths: Iterable[str], tasks: Iterable[str]) -> None:
-    names = list(tasks)
+    names = tasks if isinstance(tasks, str) else list(tasks)
     layers = {path: TaskLayer(model.get_submodule(path), names) for path in paths}
     for path, layer in layers.items():
         model.set_submodule(path, layer)

@@ -129,6 +129,15 @@ def test_a_fit_equals_the_plain_loop(source, kind, options, callback_options, ba
     same_memory(callback.memory, after)
 
 
+def test_a_fit_in_double_precision_equals_the_plain_loop(source):
+    net, memory = source
+    found, callback = fitted(net, memory, precision="64-true")
+    expected = Module(copy.deepcopy(net)).double()
+    after = bare_loop(expected, memory, [(x.double(), y) for x, y in batches(1)])
+    same_network(found, expected)
+    same_memory(callback.memory, after)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_half_precision_with_a_gradient_scaler(source, device):
     if device == "cuda" and not torch.cuda.is_available():

@@ -322,3 +322,12 @@ def test_errors_name_the_remedy():
     after = everything_about(model)
     assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
     assert before[1] == after[1]
+
+
+def test_inside_autocast_copies_learn_from_their_own_weights():
+    """Autocast keeps the weights it has rounded, and a copy that has taken a step would not be seen to move."""
+    model, batches = mlp(), data(count=4, size=16)
+    memory = consolidate(model, batches)
+    plain = calibrate(model, memory, batches).calibration.scale
+    with torch.autocast("cpu", torch.bfloat16):
+        assert calibrate(model, memory, batches).calibration.scale == pytest.approx(plain, rel=0.2)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -160,12 +161,83 @@ def test_a_learning_rate_that_grows_beyond_is_said_once():
     assert len(said) == 1
 
 
+def test_a_task_that_begins_again_has_the_steps_of_its_new_optimizer():
+    ends = []
+    for again in (False, True):
+        model, memory, optimizer = started(lr=0.3)
+        learner = Learner(model, memory, strength=STRENGTH)
+        if again:
+            learner.begin(target(), torch.optim.SGD(model.parameters(), 0.1))
+        learner.begin(target(), optimizer)
+        steps(model, learner, optimizer, target())
+        ends.append(weights(model))
+    assert torch.equal(*ends)
+
+
+def test_layers_that_are_frozen_while_a_head_learns_have_implicit_steps_later():
+    ends = []
+    for frozen in (False, True):
+        model, memory, optimizer = started(lr=0.3)
+        model.requires_grad_(not frozen)
+        learner = Learner(model, memory, strength=STRENGTH)
+        learner.begin(target(), optimizer)
+        for place in (0, 3, 6):
+            model[place].requires_grad_(True)
+        steps(model, learner, optimizer, target())
+        ends.append(weights(model))
+    assert torch.equal(*ends)
+    model.requires_grad_(False)
+    model[6] = torch.nn.Linear(4, 2)
+    learner = Learner(model, consolidate(model, data(classes=2), exclude=["6"]))
+    learner.begin(target(classes=2), torch.optim.SGD(model[6].parameters(), 0.1))  # nothing that is protected learns
+
+
+def test_steps_of_another_optimizer_than_that_of_begin_are_noticed():
+    model, memory, optimizer = started()
+    learner = Learner(model, memory)
+    learner.begin(target(), optimizer)
+    learner.stable_lr()  # displaces the weights for a while
+    with pytest.warns(XkfacWarning, match="not by steps of the optimizer that begin got") as said:
+        steps(model, learner, torch.optim.SGD(model.parameters(), 0.01), target(count=5))
+    assert len(said) == 1
+
+
+def test_gradients_that_are_accumulated_before_the_first_step_are_no_other_optimizer():
+    model, memory, optimizer = started()
+    learner = Learner(model, memory)
+    learner.begin(target(), optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in target():
+            learner.objective(F.cross_entropy(model(x), y), share=1 / 3).backward()
+        optimizer.step()
+        steps(model, learner, optimizer, target())
+
+
+def test_an_optimizer_from_before_a_head_was_replaced_is_noticed():
+    model, memory, optimizer = started()
+    model[6] = torch.nn.Linear(4, 3)
+    learner = Learner(model, memory.without("6"))
+    with pytest.warns(XkfacWarning, match=r"lacks '6.weight' .* make the optimizer after all changes to the model"):
+        learner.begin(target(), optimizer)
+    rest = [*model[:6].parameters()]
+    elsewhere = torch.nn.Parameter(torch.ones(1))  # of a loss
+    for parameters in ([*model.parameters(), elsewhere], [*model.parameters()], rest):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            learner.begin(target(), torch.optim.SGD(parameters, 0.1))
+
+
 @pytest.mark.parametrize("method", ["fixed-bn", "xkfac"])
 def test_an_optimizer_that_cannot_be_made_implicit_is_named_before_anything_changes(method):
     model, memory, _ = started(method)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(XkfacError, match="cannot do so for AdamW, which scales its steps by itself; leave the opt"):
         Learner(model, memory).begin(target(), torch.optim.AdamW(model.parameters()))
+    wrapper = torch.optim.Adam(model.parameters())
+    wrapper.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(XkfacError, match=r"for Adam; give begin the SGD inside of it, optimizer.optimizer"):
+        Learner(model, memory).begin(target(), wrapper)
     stranger = torch.optim.SGD(mlp().parameters(), 0.1)
     with pytest.raises(XkfacError, match="none of the parameters that the penalty protects"):
         Learner(model, memory).begin(target(), stranger)

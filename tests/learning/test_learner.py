@@ -113,9 +113,14 @@ def test_begin_refuses_a_network_that_is_not_at_the_anchor():
     with torch.no_grad():
         model[3].weight.mul_(1.1)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(MismatchError, match=r"unit '3' are .* away from those .* load_state_dict"):
+    with pytest.raises(MismatchError, match=r"unit '3' are .* away from those .*run it in evaluation mode until then"):
         learner.begin(target())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    with torch.no_grad():
+        model[3].weight.div_(1.1)
+        model[6].weight.mul_(1.1)
+    with pytest.raises(MismatchError, match=r"unit '6' are .*leave a head that is new out, with memory.without\('6'\)"):
+        learner.begin(target())
     with torch.no_grad():
         model[3].weight.fill_(float("nan"))
     with pytest.raises(MismatchError, match="unit '3'"):
@@ -166,6 +171,39 @@ def test_a_failed_begin_leaves_model_and_learner_as_they_were():
     with pytest.raises(XkfacError, match="call begin"):
         learner.objective(torch.zeros(()))
     learner.begin(target())
+
+
+def test_a_refused_optimizer_leaves_the_model_as_it_was():
+    for method in ("xkfac", "fixed-bn"):
+        model = mlp()
+        learner = Learner(model, consolidate(model, data(), method))
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(XkfacError, match="cannot do so for AdamW"):
+            learner.begin(target(), torch.optim.AdamW(model.parameters()))
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_new_learner_closes_the_one_before():
+    """As where a cell of a notebook runs again: steps are those of one learner, and BN gets back what it had."""
+    model = mlp()
+    memory = consolidate(model, data(), "fixed-bn")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    former = Learner(model, memory)
+    former.begin(target(), optimizer)
+    learner = Learner(model, memory)
+    learner.begin(target(), optimizer)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    with pytest.raises(XkfacError, match="learner is closed"):
+        former.objective(torch.zeros(()))
+    former.close()
+    model(target()[0][0])
+    Learner(copy.deepcopy(model), memory)
+    assert not learner._closed
+    Learner(model, memory).close()
+    assert learner._closed
+    assert hooks(model) == 0
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("keep", ["average", "all"])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers.setups import data, gradients, leave_side_stream, mlp, move, started, target
-from xkfac import Balance, Calibration, Learner, consolidate
+from xkfac import Balance, Calibration, Learner, consolidate, estimate
 from xkfac.errors import MismatchError, NotFiniteError, XkfacError, XkfacWarning
 from xkfac.learning.step_guard import INTERVAL
 
@@ -32,6 +32,16 @@ def test_finish_refuses_a_task_without_objective():
         learner.finish(target())
     gradients(model, learner)
     assert learner.finish(target()).tasks == 2
+
+
+def test_what_a_refused_finish_names_instead_extends_the_memory():
+    model, learner = started(method="fixed-bn")
+    with pytest.raises(
+        XkfacError, match=r"memory.extend\(model, xkfac.estimate\(model, loader, memory.method.settings\)"
+    ):
+        learner.finish(target())
+    new = estimate(model, target(), learner.memory.method.settings)
+    assert learner.memory.extend(model, new, weights=(0.5, 0.5)).tasks == 2
 
 
 @pytest.mark.parametrize("call", ["backward", "penalty", "load_state_dict", "an older state"])
@@ -211,6 +221,15 @@ def test_gradients_that_add_up_without_a_share_are_told_once(way):
     assert not caught
 
 
+def test_gradients_that_add_up_are_noticed_where_few_steps_evaluate_the_penalty():
+    """The gradients of a pair of passes add up, and the penalty is never in the second."""
+    model, learner = started(method="fixed-bn", penalty_every=8)
+    (x, y), (other, labels) = target(count=2)
+    learner.objective(F.cross_entropy(model(x), y) / 2).backward()
+    with pytest.warns(XkfacWarning, match="gradients of several objectives add up"):
+        learner.objective(F.cross_entropy(model(other), labels) / 2).backward()
+
+
 def plain(model, learner, optimizer, loss):
     optimizer.zero_grad()
     learner.objective(loss()).backward()
@@ -260,9 +279,10 @@ def closures(model, learner, optimizer, loss):
 
 
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("loop", [plain, late, zeros, late_zeros, at_once, skipped, closures])
-def test_loops_that_do_not_add_gradients_up_are_not_told_so(loop, fused):
-    model, learner = started()
+def test_loops_that_do_not_add_gradients_up_are_not_told_so(loop, every, fused):
+    model, learner = started(penalty_every=every)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=fused)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -299,7 +319,7 @@ def test_training_that_diverges_is_told_with_the_learning_rate_that_is_stable(ca
     leave_side_stream(learner, beside)
     limit = learner.stable_lr()
     start = copy.deepcopy(model.state_dict())
-    message = f"the steps are too long for it, since SGD diverges above a learning rate of {limit:.2g} "
+    message = f"the steps are too long for the penalty, since SGD diverges above a learning rate of {limit:.2g} "
     with pytest.raises(NotFiniteError, match=message):
         run(step, 200)
     assert not model[0].weight.isfinite().all()

@@ -93,6 +93,11 @@ ERRORS = {
         "the model's forward does not take the batch's keys 'image', 'size'; pass forward=lambda model, batch",
     ),
     "a missing key": (Model(), {"mask": X, "size": X}, "does not take the batch's keys 'mask', 'size'"),
+    "two inputs": (
+        nn.Bilinear(3, 3, 2),
+        (X, X, Y),
+        r"\(missing a required argument: 'input2'\); give batches \(\(input, input\), labels\) for several inputs, or",
+    ),
     "labels alone": (Model(), {"labels": Y}, "holds labels alone; inputs need keys beside label, labels"),
     "tuple output": (Model(lambda h: (h, h)), (X, Y), "the model returned a tuple; pass forward=lambda model, batch"),
     "dict output": (Model(lambda h: {"scores": h}), (X, Y), "the model returned a dict"),
@@ -111,8 +116,9 @@ def test_an_error_inside_the_model_is_not_hidden():
         def forward(self, x):
             raise TypeError("inside")
 
-    with pytest.raises(TypeError, match="inside"):
-        default_forward(Broken(), {"x": X})
+    for batch in ({"x": X}, (X, Y)):
+        with pytest.raises(TypeError, match="inside"):
+            default_forward(Broken(), batch)
 
 
 @pytest.mark.parametrize("key", LABEL_KEYS)

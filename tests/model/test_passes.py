@@ -250,6 +250,7 @@ BAD_LOADERS = {
     "empty": ([], {}, "the loader gave no batch; is it empty, or an iterator that was used up before?"),
     "used up": (USED_UP, {}, "the loader gave no batch; is it empty, or an iterator that was used up before?"),
     "a number": (3, {}, "the loader is a int; it must be an iterable of batches"),
+    "a tensor": (torch.zeros(2, 3), {}, "the loader is a Tensor; it must be an iterable of batches"),
     "a data set": (TensorDataset(torch.zeros(2)), {}, "the loader is a TensorDataset; it must be an iterable"),
     "no examples": ([torch.zeros(2), torch.zeros(0, 3)], {}, "batch 1 of the loader has no examples"),
     "no tensor": ([{"name": "x"}], {}, "without a tensor that has a batch dimension"),

@@ -37,7 +37,7 @@ def step(model, learner, batch, way, share=None):
 
 
 def grads(model):
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
 
 
 def wanted(model, learner, batch, weight, share=1.0):
@@ -65,6 +65,31 @@ def test_every_third_call_has_three_times_the_penalty_and_the_others_none(way, s
             assert penalty > 1e-4
         assert learner.last_penalty is penalty
         move(model, seed=place)
+        other.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("method", ["xkfac", "fixed-bn"])
+def test_an_objective_without_gradients_is_right_and_no_step(method):
+    """Whoever logs the objective of a validation loses no penalty of a step."""
+    model, learner, batches = begun(method, penalty_every=3, strength=2.0, balance=Balance(interval=1))
+    other = bare(copy.deepcopy(model))
+    reference = Learner(other, learner.memory, strength=2.0, penalty_every=3, balance=Balance(interval=1))
+    reference.begin(recentre=False, tolerance=10.0)
+    for batch in batches:
+        for one in (model, other):
+            one.zero_grad()
+        step(model, learner, batch, "objective")
+        step(other, reference, batch, "objective")
+        assert torch.equal(grads(model), grads(other))
+        with torch.no_grad():
+            x, y = batch
+            loss = F.cross_entropy(model(x), y)
+            found = learner.objective(loss)
+        alphas = (learner.balance.alpha_s, learner.balance.alpha_t)
+        assert alphas == (reference.balance.alpha_s, reference.balance.alpha_t)
+        parts = [importance / alpha for importance, alpha in zip(learner.importance, alphas, strict=True)]
+        torch.testing.assert_close(found, parts[0] * 2.0 * learner.last_penalty + parts[1] * loss)
+        move(model, seed=1)
         other.load_state_dict(model.state_dict())
 
 

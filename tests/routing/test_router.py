@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import xkfac
-from xkfac import MemoryFileError, MismatchError, Router, TaskLayer, XkfacError, batch_statistics
+from xkfac import MemoryFileError, MismatchError, NotFiniteError, Router, TaskLayer, XkfacError, batch_statistics
 from xkfac.routing import router as routing
 from xkfac.routing.density import NU, Moments, fit
 from xkfac.routing.probe import EPSILON, Probe, make_probe
@@ -377,6 +377,32 @@ def test_batch_statistics_follow_a_window_and_leave_no_trace(window):
     assert not norm._forward_pre_hooks
 
 
+def test_a_model_in_training_mode_is_refused_and_stays_as_it_is():
+    router = routed()
+    router.train()
+    before = copy.deepcopy(router.model.state_dict())
+    for task in (None, "red"):
+        with pytest.raises(XkfacError, match=r"call router.eval\(\) before the router answers"):
+            router(images("red", 4), task)
+    assert all(torch.equal(before[name], tensor) for name, tensor in router.model.state_dict().items())
+
+
+def test_an_image_that_is_not_finite_is_unknown():
+    router, x = routed(), images("grey", 4)
+    x[1] = math.nan
+    assert (router(x, unknown=0.01).tasks == -1).tolist()[1]
+
+
+def test_statistics_keep_their_precision_in_a_model_of_another():
+    router, x = routed(), images("loud", 20, seed=3)
+    kept = router.early_mean.clone()
+    expected = router(x).tasks
+    found = router.to(torch.bfloat16)(x.bfloat16()).tasks
+    assert torch.equal(router.early_mean, kept)
+    assert router.model[0].weight.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
 def test_what_cannot_be_is_refused():
     router = Router(convnet())
     with pytest.raises(XkfacError, match="knows no task yet"):
@@ -385,6 +411,10 @@ def test_what_cannot_be_is_refused():
         router.add_task("blue", [images("red", 9)])
     with pytest.raises(XkfacError, match="gave 1 examples"):
         router.add_task("red", [images("red", 1)])
+    with pytest.raises(XkfacError, match="inputs in a dict, and a router takes one tensor"):
+        router.add_task("red", [{"image": images("red", 9)}])
+    with pytest.raises(NotFiniteError, match="features of task 'red' are not finite"):
+        router.add_task("red", [images("red", 9) * math.nan])
     with pytest.raises(XkfacError, match="use by='last'"):
         Router(nn.Embedding(5, 3), using=lambda *_: contextlib.nullcontext()).add_task("a", [torch.arange(5)])
     with pytest.raises(XkfacError, match="it must be 'early', 'last' or 'source'"):

@@ -28,7 +28,7 @@ from xkfac.curvature.collectors import (
     SquareCollector,
     UnmergedCollector,
 )
-from xkfac.curvature.labels import Cotangents, Draws
+from xkfac.curvature.labels import Cotangents, Draws, warn_of_labels
 from xkfac.curvature.operator import Curvature, CurvatureKind, Settings, SettingsOptions
 from xkfac.curvature.processes import Processes, processes_of
 from xkfac.errors import XkfacError, XkfacWarning
@@ -166,6 +166,7 @@ class _Run:
         if isinstance(output, Tensor):
             check_rows(output, size_of(batch))  # first: an output without rows is no question of the likelihood
             self.likelihood.check(output)
+            warn_of_labels(self.likelihood, batch, output)
         return output
 
     def finished(self, collectors: Collectors, examples: int, *, decompose: bool = False) -> Curvature:

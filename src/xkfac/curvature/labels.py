@@ -17,8 +17,27 @@ from xkfac.curvature.operator import ENOUGH_DRAWS, Labels, Settings
 from xkfac.curvature.processes import Processes
 from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.model.batches import labels_of
-from xkfac.model.likelihood import Likelihood
+from xkfac.model.likelihood import Categorical, Likelihood
 from xkfac.model.streams import counted
+
+
+def warn_of_labels(likelihood: Likelihood, batch: Any, output: Tensor) -> None:
+    """Warn of true labels that are numbers, not classes or their probabilities, where the likelihood is categorical."""
+    try:
+        labels = labels_of(batch)
+    except XkfacError:
+        return
+    if not isinstance(likelihood, Categorical) or not isinstance(labels, Tensor):
+        return
+    if not labels.is_floating_point() or labels.shape != output.shape:
+        return
+    if bool((labels < 0).any()) or bool(((labels.sum(1) - 1).abs() > 1e-2).any()):
+        warnings.warn(
+            "the labels are numbers, one per output, and likelihood='categorical' is for classes; pass the likelihood "
+            "of your loss, such as xkfac.Bernoulli(mean=True) or xkfac.Gaussian(variance=...)",
+            XkfacWarning,
+            stacklevel=2,
+        )
 
 
 @dataclass

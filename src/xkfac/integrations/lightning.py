@@ -126,6 +126,7 @@ class _TrainingBatches:
     def __iter__(self) -> Iterator[Any]:
         limit = self._trainer.num_training_batches
         for batch in islice(self._loader, None if limit == math.inf else limit):
+            batch = self._trainer.precision_plugin.convert_input(batch)
             batch = self._trainer.lightning_module.on_before_batch_transfer(batch, 0)
             yield self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 

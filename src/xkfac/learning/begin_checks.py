@@ -1,19 +1,21 @@
 """What is checked before a target is learnt: that the network is the memory's, and what its batches show of it."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xkfac.errors import MismatchError, XkfacError
+from xkfac.errors import MismatchError, XkfacError, XkfacWarning
 from xkfac.memory import Memory, excluded_by
 from xkfac.methods import Method
 from xkfac.model.batches import default_forward, size_of, to_device
 from xkfac.model.merged_weight import BoundUnit
-from xkfac.model.passes import device_of, unwrap
+from xkfac.model.passes import device_of, norms_of, unwrap
 from xkfac.model.structure import check_structure
 from xkfac.model.units import find_units
+from xkfac.task_layers import task_layers_of
 
 _TOLERANCE = 1e-5  # of a unit's merged weight: what float32 leaves of it on another device, or after re-centring
 
@@ -70,10 +72,13 @@ def check_at_anchor(bound: Mapping[str, BoundUnit], anchor: Mapping[str, Tensor]
         size = wanted.norm() + _cancelled(one)
         allowed = max(_TOLERANCE, 2 * coarsest) if tolerance is None else tolerance
         if not bool(distance <= allowed * size):
+            often = f"leave a head that is new out, with memory.without('{name}')"
+            if one.norm is not None:
+                often = "run it in evaluation mode until then (in training mode BN statistics move)"
             raise MismatchError(
                 f"the weights or BN statistics of unit '{name}' are {float(distance / size):.1e} (relative) away from "
-                "those that the memory was made from; load the source network's state before begin, take up a task in "
-                "progress with load_state_dict, or accept it with begin(..., tolerance=...)"
+                f"those that the memory was made from; load the source network's state before begin, {often}, take up "
+                "a task in progress with load_state_dict, or accept small differences with begin(..., tolerance=...)"
             )
 
 
@@ -85,6 +90,22 @@ def _cancelled(one: BoundUnit) -> Tensor | float:
     scale = (norm.running_var.float() + norm.eps).rsqrt() * (1.0 if norm.weight is None else norm.weight.float())
     size: Tensor = (scale * norm.running_mean.float()).norm()
     return size if norm.bias is None else size + norm.bias.float().norm()
+
+
+def warn_of_shared_bn(model: nn.Module) -> None:
+    """Warn, in the user's line, where BN that belongs to each task is shared by all, and learns."""
+    inside = tuple(f"{path}." for path in task_layers_of(model))
+    for path, norm in norms_of(model).items():
+        learns = norm.training or any(parameter.requires_grad for parameter in norm.parameters())
+        if learns and not path.startswith(inside):
+            warnings.warn(
+                f"method 'own-bn' does not protect BN, and '{path}' is shared by all tasks, so past tasks lose theirs; "
+                "give each task its own with give_task_norms(model, tasks) and enter_task(model, task), or keep copies "
+                "of the BN of past tasks",
+                XkfacWarning,
+                stacklevel=6,
+            )
+            return
 
 
 def check_not_replaced(model: nn.Module, bound: Mapping[str, BoundUnit]) -> None:

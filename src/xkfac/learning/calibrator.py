@@ -269,6 +269,7 @@ def _path(
             optimizer.zero_grad()
             task.loss(network, readout, index).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+            torch.clear_autocast_cache()  # inside autocast it would go on with copies of the weights before the step
             if step == stop:
                 yield step, network
                 stop += max(1, step // 2)

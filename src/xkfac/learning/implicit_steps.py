@@ -4,7 +4,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from xkfac.errors import XkfacError, XkfacWarning
@@ -20,7 +21,7 @@ class ImplicitSteps:
     `protected`, at their largest: the present learning rate, or the one that a scheduler has noted for later. state:
     that of a task in progress, to go on with.
 
-    Raises what `protected_groups` does.
+    Raises XkfacError for an optimizer other than SGD, or one without a protected parameter.
     """
 
     def __init__(
@@ -30,7 +31,9 @@ class ImplicitSteps:
         make: Callable[[float, float], Implicit],
         state: dict[str, Any] | None = None,
     ) -> None:
-        groups = protected_groups(optimizer, protected)
+        self._unused: Tensor | None = next(iter(protected := list(protected)))
+        self._versions: set[int] = set()
+        groups = _groups_to_change(optimizer, protected)
         of = max(groups, key=lambda group: _largest(group) / (1 - group["momentum"]))
         rates = (state["lr"], state["momentum"]) if state else (_largest(of), of["momentum"])
         self.lr, self.momentum = float(rates[0]), float(rates[1])
@@ -41,6 +44,7 @@ class ImplicitSteps:
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._unused = None
         self._check_rates()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -67,6 +71,23 @@ class ImplicitSteps:
                 self._groups = []
                 break
 
+    def check_used(self) -> None:
+        """Warn once where weights change from call to call and the optimizer has not made any step yet.
+
+        One change is none: a method that looks for flat minima displaces the weights before its first step.
+        """
+        if self._unused is None or torch.compiler.is_compiling():
+            return
+        self._versions.add(self._unused._version)
+        if len(self._versions) > 3:
+            self._unused = None
+            warnings.warn(
+                "the weights change, but not by steps of the optimizer that begin got, so no step is implicit in the "
+                "penalty; give begin the optimizer that trains, or none",
+                XkfacWarning,
+                stacklevel=5,
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: about as many numbers as the protected parameters have."""
         return {"lr": self.lr, "momentum": self.momentum, "tensors": self.implicit.tensors}
@@ -76,15 +97,37 @@ class ImplicitSteps:
         self._hook.remove()
 
 
-def protected_groups(optimizer: Optimizer, protected: Iterable[Tensor]) -> list[dict[str, Any]]:
+def check_optimizer(model: nn.Module, optimizer: Optimizer, protected: Iterable[Tensor]) -> None:
+    """Check the optimizer of a task; warn in the user's line of one from before a layer of the model was replaced.
+
+    Raises XkfacError where the steps of the protected parameters cannot be made implicit.
+    """
+    if protected := list(protected):
+        _groups_to_change(optimizer, protected)
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    own = dict(model.named_parameters())
+    missing = [name for name, one in own.items() if one.requires_grad and id(one) not in held]
+    if missing and held.difference(map(id, own.values())):
+        warnings.warn(
+            f"the optimizer lacks '{missing[0]}' and has parameters that the model does not have, so it is from before "
+            "a layer was replaced, and the new one will not learn; make the optimizer after all changes to the model",
+            XkfacWarning,
+            stacklevel=3,
+        )
+
+
+def _groups_to_change(optimizer: Optimizer, protected: Iterable[Tensor]) -> list[dict[str, Any]]:
     """Return the groups of an optimizer that have protected parameters.
 
-    Raises XkfacError for an optimizer other than SGD, or one without such a group.
+    Raises XkfacError for an optimizer other than SGD, or one without a protected parameter.
     """
     if not isinstance(optimizer, SGD):
+        why = ", which scales its steps by itself; leave the optimizer out"
+        if isinstance(getattr(optimizer, "optimizer", None), SGD):  # as Accelerate has it
+            why = "; give begin the SGD inside of it, optimizer.optimizer"
         raise XkfacError(
             "begin(loader, optimizer) makes the steps of SGD implicit in the penalty, and cannot do so for "
-            f"{type(optimizer).__name__}, which scales its steps by itself; leave the optimizer out"
+            f"{type(optimizer).__name__}{why}"
         )
     groups = _groups_with(optimizer, protected)
     if not groups:

@@ -12,11 +12,12 @@ from xkfac.learning.balance import Balance
 from xkfac.learning.begin_checks import check_at_anchor, check_batch, check_not_replaced, check_recentring
 from xkfac.learning.held_bn import HeldBN
 from xkfac.learning.history import History
-from xkfac.learning.implicit_steps import ImplicitSteps, protected_groups
+from xkfac.learning.implicit_steps import ImplicitSteps, check_optimizer
 from xkfac.learning.step_guard import StepGuard
 from xkfac.memory import Memory, estimate_for, with_options
 from xkfac.methods import get_method
 from xkfac.model.batches import Forward
+from xkfac.model.hooks import Hook
 from xkfac.model.likelihood import Likelihood
 from xkfac.model.merged_weight import Interpretation
 from xkfac.model.passes import Progress, check_loaded, device_of, same_random_state, unwrap, widest_dtype
@@ -27,6 +28,7 @@ from xkfac.penalty.step import PenalisedStep
 from xkfac.routing.router import Router
 
 Keep = Literal["average", "all"]
+_OPEN = "_close_learner"  # what closes the learner of a model, kept with the model itself
 
 
 class Learner:
@@ -41,9 +43,9 @@ class Learner:
     a CPU between 1 and 8 as steps allow, and 8 where they are `implicit` and read no mini-batch statistics. forward,
     exclude: how the model takes a batch of the target, and what is left out of its units, where not as in the memory.
 
-    BN layers carry hooks from here on until `finish` or `close`. Make the learner before the first call of a compiled
-    model, which would not notice hooks that come later, and with the DistributedDataParallel model where there is one,
-    so that its processes re-centre alike.
+    BN layers carry hooks from here on until `finish` or `close`; a new learner of the model closes this one. Make it
+    before the first call of a compiled model, which would not notice hooks that come later, and with the
+    DistributedDataParallel model where there is one, so that its processes re-centre alike.
 
     Raises MismatchError when the memory is not that of `model`, XkfacError for options that do not go together.
     """
@@ -93,6 +95,7 @@ class Learner:
         if balance is not None:
             balance.to(device)
         self.last_penalty = torch.zeros((), device=device)
+        vars(self.model).pop(_OPEN, lambda: None)()  # two learners would both hold BN and change the steps
         read = self.memory.to(dtype=widest_dtype(self.model))
         self._step = PenalisedStep(
             self.model, self.method, memory.units, read.curvature, read.anchor, damping, penalty_every
@@ -103,6 +106,7 @@ class Learner:
         self._begun = self._closed = False
         radius = None if memory.calibration is None else memory.calibration.radius
         self._guard = StepGuard(self.model, self._step, radius, self.stable_lr)
+        vars(self.model)[_OPEN] = Hook(self.close)
 
     def begin(
         self,
@@ -132,8 +136,8 @@ class Learner:
         check_at_anchor(self._step.bound, self.memory.anchor, tolerance)
         recentre = self.method.recentre if recentre is None else recentre
         check_recentring(self.method, recentre, loader is not None)
-        if optimizer is not None and self.protected:
-            protected_groups(optimizer, self.protected)
+        if optimizer is not None:  # refused before anything is changed
+            check_optimizer(self.model, optimizer, self._step.changed_by(optimizer))
         self.memory = with_options(self.memory, forward=forward)
         with same_random_state():
             if loader is not None:
@@ -150,8 +154,10 @@ class Learner:
 
     def _start(self, optimizer: torch.optim.Optimizer | None, state: dict[str, Any] | None = None) -> None:
         self._held = self._held or HeldBN(self._wrapped, self.method, self._bn_momentum)
-        if optimizer is not None and self._implicit_steps is None and self.protected:
-            self._implicit_steps = ImplicitSteps(optimizer, self.protected, self.implicit, state)
+        if optimizer is not None and (protected := self._step.changed_by(optimizer)):
+            if self._implicit_steps is not None:
+                self._implicit_steps.remove()
+            self._implicit_steps = ImplicitSteps(optimizer, protected, self.implicit, state)
         self._step.readings.clear()
         self._begun = True
 
@@ -172,8 +178,9 @@ class Learner:
         Raises NotFiniteError some steps after the penalty has ceased to be finite.
         """
         penalty, source, target = self._next(loss, share)
-        self._guard.see(self.last_penalty, loss)
-        self._rebalance(loss)
+        if loss.requires_grad:  # else it is no training step
+            self._guard.see(self.last_penalty, loss)
+            self._rebalance(loss)
         if penalty is None:
             return loss * target  # type: ignore[no-any-return]
         if self.balance is None:
@@ -201,9 +208,9 @@ class Learner:
         """Return L_s of a step, None where it goes without, and the factors of L_s and of the loss."""
         self._check_step(loss)
         penalty, weight = self._step.next(loss)
+        self._guard.watch_backward(loss if penalty is None else penalty, share)
         if penalty is not None:
             self.last_penalty = penalty.detach()
-            self._guard.watch_backward(penalty, share)
         source, target = self._factors(share)
         return penalty, source * weight, target
 
@@ -236,6 +243,8 @@ class Learner:
             raise XkfacError("call begin(target_loader) before the first objective(loss)")
         self._guard.before_step(loss)
         self._step.readings.check()
+        if self._implicit_steps is not None:
+            self._implicit_steps.check_used()
         self._guard.stepped = True
 
     @property
@@ -374,6 +383,8 @@ class Learner:
 
     def close(self) -> None:
         """Take the hooks off the model, and give BN its momentum and frozen parameters their gradients back."""
+        if not self._closed:
+            vars(self.model).pop(_OPEN, None)
         self._step.close()
         self._guard.remove()
         if self._held is not None:

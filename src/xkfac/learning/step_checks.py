@@ -74,7 +74,8 @@ class Accumulation:
             warnings.warn(
                 "gradients of several objectives add up, and each objective has all of the penalty in it, also where "
                 "its loss was divided by their number; call objective(loss, share=1/k) for each of k batches per "
-                "optimizer step, with the loss not divided",
+                "optimizer step, with the loss not divided, or, if they should not add up, optimizer.zero_grad() "
+                "before each backward pass",
                 XkfacWarning,
                 stacklevel=2,
             )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from xkfac.errors import NotFiniteError, XkfacError, XkfacWarning
-from xkfac.learning.begin_checks import check_not_replaced
+from xkfac.learning.begin_checks import check_not_replaced, warn_of_shared_bn
 from xkfac.learning.divergence import Look, StartingPoint, blamed_norm
 from xkfac.learning.history import History
 from xkfac.learning.step_checks import Accumulation, check_loss, check_reduction
@@ -56,6 +56,8 @@ class StepGuard:
             return
         check_not_replaced(self._model, self._step.bound)
         check_reduction(loss)
+        if self._step.method.own_bn:
+            warn_of_shared_bn(self._model)
         if loss.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         self._starting_point = StartingPoint(self._step.bound.values())
@@ -63,13 +65,13 @@ class StepGuard:
         leaves = (weight for weight in weights if weight.is_leaf and weight.requires_grad)
         self.accumulation = Accumulation(next(leaves, None))
 
-    def watch_backward(self, penalty: Tensor, share: float | Tensor | None) -> None:
-        """Look at gradients when the backward pass of a penalty comes, unless the share of a step is given."""
+    def watch_backward(self, value: Tensor, share: float | Tensor | None) -> None:
+        """Look at gradients when the backward pass of a penalty or loss comes, unless the share of a step is given."""
         accumulation = self.accumulation
         if torch.compiler.is_compiling():
             return
-        if share is None and accumulation.looks and penalty.requires_grad:
-            penalty.register_hook(lambda _: accumulation.before_backward())  # type: ignore[no-untyped-call]
+        if share is None and accumulation.looks and value.requires_grad:
+            value.register_hook(lambda _: accumulation.before_backward())  # type: ignore[no-untyped-call]
 
     def see(self, penalty: Tensor, loss: Tensor) -> None:
         """Take in L_s and L_t of a step; look at those of every `INTERVAL`-th step once the device has worked them out.
@@ -112,7 +114,7 @@ class StepGuard:
             f"after {self._looked_at} steps the penalty is {undamped:.2g}, the nats by which it predicts the loss of "
             "past tasks to have risen, so they are likely lost; start again with a lower learning rate, for SGD at "
             "most half of learner.stable_lr(momentum), or, if the target is of another kind than the past, with "
-            "task-specific BN (method='own-bn')",
+            "task-specific BN (give_task_norms, and method='own-bn')",
             XkfacWarning,
             stacklevel=4,
         )
@@ -141,7 +143,8 @@ class StepGuard:
             raise XkfacError(
                 "objective was never called, so nothing has protected the past while the network learnt; call "
                 "objective(loss) in every training step, or, if the network was trained otherwise on purpose, extend "
-                "the memory with memory.extend(model, xkfac.estimate(model, loader, ...), weights=(ls, lt))"
+                "the memory with memory.extend(model, xkfac.estimate(model, loader, memory.method.settings), "
+                "weights=(ls, lt))"
             )
         undamped = self._step.undamped().item()
         if not math.isfinite(undamped):
@@ -174,7 +177,8 @@ class StepGuard:
             with self._starting_point.restored():
                 limit = self._stable_lr()
         return NotFiniteError(
-            "the penalty is not finite any more: the steps are too long for it, since SGD diverges above a learning "
-            f"rate of {limit:.2g} along its stiffest direction (stable_lr(), 1 + momentum times that with momentum); "
-            "load the last finite weights and train with half of it at most"
+            "the penalty is not finite any more: a loss was not (check inputs and labels), or the steps are too long "
+            f"for the penalty, since SGD diverges above a learning rate of {limit:.2g} along its stiffest direction "
+            "(stable_lr(), 1 + momentum times that with momentum); load the last finite weights and train with half "
+            "of it at most"
         )

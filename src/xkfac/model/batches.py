@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,10 +112,8 @@ def default_forward(model: nn.Module, batch: Any) -> Tensor:
     inputs = inputs_of(batch)
     if isinstance(inputs, Mapping):
         output = _call_by_key(model, inputs)
-    elif isinstance(inputs, (list, tuple)):
-        output = model(*inputs)
     else:
-        output = model(inputs)
+        output = _call_by_position(model, inputs if isinstance(inputs, (list, tuple)) else (inputs,))
     if isinstance(output, Mapping) and "logits" in output:
         output = output["logits"]
     output = getattr(output, "logits", output)
@@ -133,6 +131,20 @@ def unknown_forward(model: nn.Module, batch: Any) -> Tensor:
         "the memory was made with a forward function, which its file cannot hold; pass forward=... again to Learner or "
         "calibrate, forward=lambda model, batch: model(batch[0]) if batches are (inputs, labels) now"
     )
+
+
+def _call_by_position(model: nn.Module, inputs: Sequence[Any]) -> Any:
+    try:
+        return model(*inputs)
+    except TypeError:
+        try:
+            inspect.signature(model.forward).bind(*inputs)
+        except TypeError as error:
+            raise XkfacError(
+                f"the model's forward cannot be called with the first item of a batch ({error}); give batches "
+                "((input, input), labels) for several inputs, or pass forward=lambda model, batch: ..."
+            ) from None
+        raise
 
 
 def _call_by_key(model: nn.Module, inputs: Mapping[str, Any]) -> Any:

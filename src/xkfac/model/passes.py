@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from xkfac.errors import XkfacError
@@ -51,7 +51,13 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def check_loaded(model: nn.Module) -> None:
-    """Raise XkfacError for a parameter or buffer on the meta device, which has no values."""
+    """Raise XkfacError for a part in TorchScript, which shows no passes, and for values on the meta device."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"'{path}'" if path else "the model"
+            raise XkfacError(
+                f"{what} is in TorchScript, whose passes cannot be followed; use the module it was made of"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise XkfacError(
@@ -211,6 +217,12 @@ def _set_random_state(state: tuple[Any, ...]) -> None:
         torch.cuda.set_rng_state(own, device)
 
 
+def check_loader(loader: Any) -> None:
+    """Raise XkfacError for a loader that is no iterable of batches; a tensor would give its examples one by one."""
+    if not isinstance(loader, Iterable) or isinstance(loader, Tensor):
+        raise XkfacError(f"the loader is a {type(loader).__name__}; it must be an iterable of batches")
+
+
 def batches(
     loader: Iterable[Any],
     device: torch.device,
@@ -228,8 +240,7 @@ def batches(
     """
     if max_batches is not None and max_batches < 1:
         raise XkfacError(f"max_batches must be at least 1, not {max_batches}")
-    if not isinstance(loader, Iterable):
-        raise XkfacError(f"the loader is a {type(loader).__name__}; it must be an iterable of batches")
+    check_loader(loader)
     total = count_batches(loader, max_batches)
     wrapped: Iterable[Any] = _bar(loader, total, what) if progress is True else loader
     if callable(progress):

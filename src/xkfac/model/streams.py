@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from xkfac.errors import XkfacError
 from xkfac.model.batches import cloned, tensors
-from xkfac.model.passes import NO_BATCH, count_batches
+from xkfac.model.passes import NO_BATCH, check_loader, count_batches
 
 READ_AHEAD_BYTES = 2**30
 _END = object()
@@ -25,8 +25,7 @@ class Stream:
     """
 
     def __init__(self, loader: Iterable[Any], most: int) -> None:
-        if not isinstance(loader, Iterable):
-            raise XkfacError(f"the loader is a {type(loader).__name__}; it must be an iterable of batches")
+        check_loader(loader)
         self._loader, self._rest = loader, iter(loader)
         self._ahead: deque[Any] = deque()
         self._ended = False

@@ -41,6 +41,7 @@ class PenalisedStep:
         every: int | None,
     ) -> None:
         device = device_of(model)
+        self.method = method
         self._follows = every is None
         if every is None and (device.type != "cpu" or (dist.is_available() and dist.is_initialized())):
             every = 1  # to look at gradients would synchronise the device, and processes would not decide alike
@@ -77,9 +78,11 @@ class PenalisedStep:
     def next(self, loss: Tensor) -> tuple[Tensor | None, int]:
         """Return L_s of a training step, differentiable, and its weight; None and 0 where the interval leaves it out.
 
+        A loss without gradients, as a validation has it, is that of no step, and the interval does not count it.
+
         Raises XkfacError where the readings are not those of all forward passes that `loss` depends on.
         """
-        if self._fused is None or torch.compiler.is_compiling():
+        if self._fused is None or torch.compiler.is_compiling() or not loss.requires_grad:
             return self.value(), 1
         if self.interval.skips():
             self.readings.take(loss)
@@ -134,6 +137,12 @@ class PenalisedStep:
         """The parameters that L_s depends on, but for those that stay fixed."""
         known = {id(one): one for bound in self.bound.values() for one in bound.parameters()}
         return [one for key, one in known.items() if one.requires_grad and one.is_leaf and key not in self._fixed]
+
+    def changed_by(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return the `parameters`; where all are frozen, those that an optimizer has, which may learn later."""
+        known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        frozen = [one for bound in self.bound.values() for one in bound.parameters() if id(one) not in self._fixed]
+        return self.parameters or [one for one in frozen if id(one) in known]
 
     def gradients(self, implicit: Implicit | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters that L_s depends on, each with the gradient in it under population statistics."""

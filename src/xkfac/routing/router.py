@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from xkfac import files
-from xkfac.errors import MismatchError, XkfacError
+from xkfac.errors import MismatchError, NotFiniteError, XkfacError
 from xkfac.model.batches import inputs_of, labels_of
-from xkfac.model.passes import Progress, batches, device_of, untouched, unwrap
+from xkfac.model.passes import Progress, batches, device_of, norms_of, untouched, unwrap
 from xkfac.routing.density import Densities, Moments, fit
 from xkfac.routing.probe import Probe, last_features, make_probe, plain
 from xkfac.task_layers import TaskLayer, task_layers_of, using_task
@@ -78,6 +78,14 @@ class Router(nn.Module):
         for name in STATISTICS:
             self.register_buffer(name, None)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Convert model and copies as asked; statistics go to the device alone, since rounded ones would mislead."""
+        kept = {name: one for name in STATISTICS if (one := getattr(self, name)) is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, one in kept.items():
+            setattr(self, name, one.to(getattr(self, name).device))
+        return self
+
     @property
     def active_task(self) -> str:
         """The task whose layers are active in the model.
@@ -96,7 +104,8 @@ class Router(nn.Module):
 
         Labels, where batches have them, say how many classes the task has. What was known of the task is replaced.
 
-        Raises XkfacError for a task that the model has no layers for, and for fewer than 3 examples.
+        Raises XkfacError for a task that the model has no layers for, for fewer than 3 examples, and for inputs that
+        are not one tensor, or not finite.
         """
         with self.using(self.model, task):
             pass  # refuses a task without layers before anything is changed
@@ -106,9 +115,15 @@ class Router(nn.Module):
         with untouched(self.model), torch.no_grad():
             self.model.eval()
             for size, batch in batches(loader, device_of(self.model), max_batches=max_batches, progress=progress):
+                x = inputs_of(batch)
+                if not isinstance(x, Tensor):
+                    raise XkfacError(
+                        f"a batch of the loader has its inputs in a {type(x).__name__}, and a router takes one tensor; "
+                        "give it batches (inputs, labels)"
+                    )
                 if not (self.tasks or seen):
-                    self._copy(inputs_of(batch), first)
-                features, _ = self._features(inputs_of(batch), first)
+                    self._copy(x, first)
+                features, _ = self._features(x, first)
                 for part, rows in features.items():
                     chosen = torch.arange(seen, seen + size, device=rows.device) % HELD_OUT == 0
                     if size > int(chosen.sum()):
@@ -119,6 +134,8 @@ class Router(nn.Module):
                 classes |= _classes(batch)
         if seen < 3:
             raise XkfacError(f"the loader of task '{task}' gave {seen} examples; a task needs at least 3")
+        if not all(bool(of.mean.isfinite().all()) for of in moments.values()):
+            raise NotFiniteError(f"features of task '{task}' are not finite; check its images and the network")
         self._keep(task, moments, {part: torch.cat(rows) for part, rows in aside.items()}, max(len(classes), 1))
 
     def _keep(self, task: str, moments: Mapping[str, Moments], aside: dict[str, Tensor], classes: int) -> None:
@@ -214,6 +231,11 @@ class Router(nn.Module):
         """
         if not 0 <= unknown < 1:
             raise XkfacError(f"unknown is {unknown}; it must be a share from 0 to below 1")
+        if self.model.training and any(norm.training for norm in norms_of(self.model).values()):
+            raise XkfacError(
+                "the model is in training mode, in which BN normalises with the batch at hand and its statistics move; "
+                "call router.eval() before the router answers"
+            )
         if task is not None:
             return self._given(x, task)
         self._densities()
@@ -225,7 +247,7 @@ class Router(nn.Module):
         likeliest = tasks = logits.argmax(1)
         if unknown > 0:
             best = scores.gather(1, likeliest[:, None])[:, 0] / (len(x) if together else 1)
-            tasks = torch.where(best < self._level(unknown)[likeliest], -1, likeliest)
+            tasks = torch.where(best >= self._level(unknown)[likeliest], likeliest, -1)  # unknown where it is NaN
         return Routed(self._answers(x, likeliest, answers), tasks, torch.softmax(logits, 1))
 
     def _level(self, unknown: float) -> Tensor:
