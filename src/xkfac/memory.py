@@ -105,8 +105,11 @@ class Memory:
         rows.update({r.parameter: r for r in new.coverage.rows if r.unit != "-" or r.parameter not in rows})
         homogeneous = {unit.name for unit in units.values() if unit.homogeneous}
         before = self.curvature.to(device_of(unwrap(model)))
+        within = self.method.settings.within_examples and not keep_all
         with full_precision(device_of(unwrap(model))):
-            extended = before.extend(new.curvature, *weights, keep_all=keep_all, homogeneous=homogeneous)
+            extended = before.extend(
+                new.curvature, *weights, keep_all=keep_all, homogeneous=homogeneous, within_examples=within
+            )
         anchor, curvature = _uniform(anchor_of(model, units.values()), extended)
         return replace(
             self,

@@ -340,6 +340,25 @@ def test_a_target_of_another_resolution_adds_its_curvature(variant, size):
     assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=1e-9)
 
 
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4)])
+def test_a_layer_with_one_position_in_one_task_has_no_curvature_within_its_examples(sizes):
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, 4), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+    first, second = (
+        [(torch.randn(8, 2, size, size, dtype=torch.float64), torch.randint(0, 3, (8,)))] for size in sizes
+    )
+    memory = xkfac.consolidate(net.double(), first)
+    _, averaged, moved = learn(net, memory, second, seed=1)
+    new = xkfac.estimate(moved, second, memory.method.settings, seed=1).curvature
+    terms, *both = (one.blocks["0"].terms for one in (averaged.curvature, memory.curvature, new))
+    assert [len(one) for one in both] == ([1, 2] if sizes == (4, 8) else [2, 1])
+    (within,) = (one[:1] for one in both if len(one) == 2)
+    close(Kronecker(terms[:1]).dense(), Kronecker(within).dense() / 2)
+    for one in ("0", "4"):
+        close(trace(averaged.curvature.blocks[one]), (trace(memory.curvature.blocks[one]) + trace(new.blocks[one])) / 2)
+
+
 @pytest.mark.parametrize("variant", [*FACTORED, "diagonal"])
 def test_a_target_of_larger_inputs_adds_its_curvature(variant):
     net, first, second = make("mlp", dtype=torch.float64)

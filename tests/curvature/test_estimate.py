@@ -142,6 +142,10 @@ def test_corrected_has_the_exact_variances_in_the_eigenbasis_of_partial_traces(n
         eigenvectors = oracles.dense(block.left, block.right)
         variances = torch.diagonal(eigenvectors.mT @ fisher @ eigenvectors, dim1=1, dim2=2)
         torch.testing.assert_close(block.scales.mT.flatten(1), variances, atol=1e-10, rtol=1e-10)
+    for block in xkfac.estimate(net, batches, "corrected", draws=3).curvature.blocks.values():
+        traces = block.left_values.sum(1), block.right_values.sum(1)
+        torch.testing.assert_close(traces[0], traces[1])
+        torch.testing.assert_close(traces[0] * traces[1], block.scales.sum((1, 2)))
 
 
 def test_fisher_of_a_single_position_head_needs_no_approximation_in_h():
@@ -169,6 +173,16 @@ def test_free_parameters_get_the_exact_diagonal():
                     expected[name] += log_p[n, label].exp().detach() * gradient.square() / 5
     for name in ("1.weight", "1.bias", "3.weight"):
         torch.testing.assert_close(curvature.blocks[name].values.flatten(), expected[name].flatten())
+
+
+def test_an_embedding_with_sparse_gradients_has_the_curvature_of_a_dense_one():
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.EmbeddingBag(7, 4, sparse=sparse), head(4)), torch.randint(7, (5, 3))
+        found.append(exact(net, [x]).blocks["0.weight"].values)
+    torch.testing.assert_close(found[1], found[0])
+    assert found[0].any()
 
 
 @pytest.mark.parametrize("kind", ["xkfac", "kfac", "diagonal"])
@@ -295,16 +309,19 @@ def test_cross_layer_blocks_are_the_khatri_rao_product_of_the_definitions():
     torch.testing.assert_close(products, expected @ flat)
 
 
-def test_a_layer_called_twice_has_its_calls_as_positions():
-    class Twice(nn.Module):
+@pytest.mark.parametrize("calls", [2, 3])
+def test_a_layer_called_several_times_has_its_calls_as_positions(calls):
+    class Repeated(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer, self.head = nn.Linear(3, 3), head(3)
 
         def forward(self, x):
-            return self.head(self.layer(torch.tanh(self.layer(x))))
+            for _ in range(calls - 1):
+                x = torch.tanh(self.layer(x))
+            return self.head(self.layer(x))
 
-    net, x = Twice().double(), torch.randn(5, 3).double()
+    net, x = Repeated().double(), torch.randn(5, 3).double()
     diagonal = exact(net, [x], kind="diagonal").blocks["layer"].values
     log_p = net(x).log_softmax(1)
     expected = 0
@@ -314,9 +331,34 @@ def test_a_layer_called_twice_has_its_calls_as_positions():
             expected = expected + log_p[n, label].exp().detach() * torch.cat([w, b[:, None]], 1).square() / 5
     torch.testing.assert_close(diagonal[0], expected)
     (term,) = exact(net, [x], kind="kfac").blocks["layer"].terms
-    first = torch.cat([x, torch.ones(5, 1).double()], 1)
-    second = torch.cat([torch.tanh(net.layer(x)), torch.ones(5, 1).double()], 1).detach()
-    torch.testing.assert_close(term.left[0], (first.T @ first + second.T @ second) / 5)
+    expected = 0
+    for _ in range(calls):
+        one = torch.cat([x, torch.ones(5, 1).double()], 1).detach()
+        expected, x = expected + one.T @ one / 5, torch.tanh(net.layer(x))
+    torch.testing.assert_close(term.left[0], expected)
+
+
+def test_a_call_that_no_gradient_reaches_has_zeros_of_its_own_number_of_positions():
+    class OneOfTwo(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(2, 3, 3), head(3)
+
+        def forward(self, x):
+            used, unused = self.conv(x[:, :, :4, :4]), self.conv(x)
+            return self.head(used.tanh().mean((2, 3))) + 0 * unused.detach().sum()
+
+    net, x = OneOfTwo().double(), torch.randn(3, 2, 6, 6).double()
+    alone = nn.Sequential(net.conv, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), net.head)
+    small = x[:, :, :4, :4]
+    diagonal = exact(net, [x], kind="diagonal").blocks["conv"].values
+    torch.testing.assert_close(diagonal, exact(alone, [small], kind="diagonal").blocks["0"].values)
+    # 16 positions more without a gradient, of which H' is the mean beside the 4 that have one.
+    (term,), (wanted,) = (
+        exact(one, [inputs], kind="kfac").blocks[name].terms
+        for one, inputs, name in ((net, x, "conv"), (alone, small, "0"))
+    )
+    torch.testing.assert_close(term.right, wanted.right * 4 / 20)
 
 
 @pytest.mark.parametrize("kind", ["xkfac", "kfac", "diagonal"])

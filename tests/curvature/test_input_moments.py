@@ -64,12 +64,12 @@ def test_settled_deviations_are_the_covariance_by_location(layer):
     first = x[:, :2].mean(1, keepdim=True)
     (of,) = taken._of.values()
     torch.testing.assert_close(patches.unrolled(of.origin), first)
-    torch.testing.assert_close(taken.root(10), x.mean(1))
+    torch.testing.assert_close(taken.means(10).root, x.mean(1))
     torch.testing.assert_close(taken.sum(), torch.einsum("gnsi,gnsj->gij", x - first, x - first))
     for _ in range(2):  # the second time there is nowhere to move
         taken.settle(10)
         mean = x.mean(1, keepdim=True)
-        torch.testing.assert_close(taken.root(10), mean[:, 0])
+        torch.testing.assert_close(taken.means(10).root, mean[:, 0])
         torch.testing.assert_close(taken.sum(0.1), torch.einsum("gnsi,gnsj->gij", x - mean, x - mean) / 10)
         assert torch.equal(taken.sum(), taken.sum().mT)
 
@@ -128,7 +128,7 @@ def test_rounded_images_are_taken_from_their_mean_where_it_is_far(shift, from_ze
     wanted = torch.einsum("nsd,nse->de", x - mean, x - mean)
     found = taken.sum()[0].double()
     assert (found - wanted).norm() < 3e-3 * wanted.norm()
-    torch.testing.assert_close(taken.root(120)[0].double(), mean[0], rtol=3e-3, atol=3e-3)
+    torch.testing.assert_close(taken.means(120).root[0].double(), mean[0], rtol=3e-3, atol=3e-3)
     values = torch.linalg.eigvalsh(found)
     assert values.min() > -1e-5 * values.max()
 
@@ -145,7 +145,7 @@ def test_rounded_images_within_and_between_examples(grouping, shift, rounding_im
     taken = Deviations(patches, levels)
     for image in images:
         taken.add(image)
-    root = taken.root(120)
+    root = taken.means(120).root
     exact = oracles.input_factors([patches.unrolled(image.double()) for image in images], levels, "mean")
     for found, wanted in zip([*taken.factors(120), root.mT @ root], exact, strict=True):
         assert (found.double() - wanted).norm() < 6e-3 * wanted.norm()

@@ -21,10 +21,13 @@ from tests.helpers.shared_pass import (
     images,
     perceptron,
     process,
+    several_sizes,
     whole,
 )
 from xkfac.curvature.assemble import Outcome
 from xkfac.curvature.blocks import Corrected, parts
+from xkfac.curvature.labels import Draws
+from xkfac.curvature.operator import Settings
 from xkfac.curvature.processes import shared_out
 from xkfac.plain_values import from_plain
 
@@ -96,6 +99,22 @@ def test_blocks_across_layers_are_shared(results, form):
     expected = xkfac.estimate(perceptron(), whole(), form=form, cross_layer=True).curvature
     for one in results[0]:
         same(one[f"cross-layer {form}"], expected, 1e-11)
+
+
+def test_means_of_a_process_count_by_the_positions_of_its_images(results):
+    expected = xkfac.estimate(everything(), several_sizes(), **drawn("pooled")).curvature
+    for one in results[0]:
+        same(one["several sizes"], expected, 1e-11)
+
+
+def test_the_number_of_draws_goes_by_the_batches_of_all_processes():
+    class Others:
+        def exchanged(self, own):
+            return [own, [60, True, False]]
+
+    draws = Draws(Settings(), Others())
+    draws.decide([None] * 100, None)
+    assert draws.per_batch == 4  # 512 over 160, rounded up; it would be 6 over these 100
 
 
 def test_processes_without_a_batch_get_the_curvature_of_the_others(results):

@@ -71,6 +71,11 @@ def images(count=5):
     return whole(count, **IMAGES)
 
 
+def several_sizes():
+    """Return the images of the whole pass, padded such that each process has some of another size."""
+    return [(nn.functional.pad(x, (0, 0, 0, 2 * place)), y) for place, (x, y) in enumerate(images())]
+
+
 def drawn(name):
     """Return the options of a kind, with few draws but for the first, which has as many as the pass has by itself."""
     options = {**KINDS, **OWN_ONLY}[name]
@@ -122,6 +127,7 @@ def per_process(rank, ranks, folder):
     for name in SHARED[ranks]:
         made = xkfac.estimate(parallel, mine, **drawn(name))
         yield name, (made.curvature, made.examples)
+    yield "several sizes", xkfac.estimate(parallel, several_sizes()[rank::ranks], **drawn("pooled")).curvature
     alone = mine if rank == 1 else []
     yield "alone", xkfac.estimate(parallel, alone, draws=2).curvature
     yield "alone corrected", xkfac.estimate(parallel, iter(()) if rank != 1 else mine, kind="diagonal").curvature

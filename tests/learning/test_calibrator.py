@@ -107,6 +107,31 @@ def test_real_is_the_divergence_of_what_the_network_said_before():
     assert source.point(model).real == 0
 
 
+def test_real_is_the_divergence_per_prediction_where_an_example_has_several():
+    model = randomise(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 1))).eval()
+    batches = data(2, 6, (2, 5, 5))
+    source = _Source(model, consolidate(model, batches, draws=1), default_forward, batches, seed=0)
+    moved = copy.deepcopy(model)
+    move(moved)
+    with torch.no_grad():
+        before, now = (net(torch.cat([x for x, _ in batches])).log_softmax(1) for net in (model, moved))
+    divergence = F.kl_div(now, before, reduction="none", log_target=True).sum(1).mean()
+    assert source.point(moved).real == pytest.approx(divergence.item(), rel=1e-4)
+
+
+def test_the_readout_is_linear_in_standardised_outputs_and_on_their_scale():
+    model, batches = nn.Linear(6, 3).double(), [(x.double(), y) for x, y in data(2)]
+    with torch.no_grad():
+        model.weight.mul_(torch.tensor([[1.0], [10.0], [100.0]]))
+        task = _ProxyTask(model, xkfac.Gaussian(), default_forward, batches, 0)
+        outputs = torch.cat([model(x) for x, _ in batches])
+        std, mean = torch.std_mean(outputs, 0, correction=0)
+        readout = torch.randn(3, 4).double()
+        answers = ((outputs - mean) / std @ readout[:, :3].T + readout[:, 3]) * std + mean
+        expected = (answers[8:] - task.labels[1]).square().sum(1).mean() / 2
+        torch.testing.assert_close(task.loss(model, readout, 1), expected)
+
+
 def test_the_path_descends_the_proxy_s_objective_and_leaves_what_is_not_covered():
     model = mlp().eval()
     memory = consolidate(model, data(), "xkfac", exclude=["6"])
@@ -171,6 +196,19 @@ def test_proxy_is_learnt_from_in_place_of_held_out_batches(quick):
     far = calibrate(model, memory, data(5), proxy=target(shift=3.0), tasks=1).calibration
     assert given.curve != far.curve
     assert calibrate(model, memory, data(5), proxy=target(), max_batches=2, tasks=1).calibration.examples == 2 * 8
+
+
+def test_a_loader_may_write_each_batch_where_the_last_one_was(quick):
+    model, batches = mlp(), data(4)
+    memory = consolidate(model, batches)
+
+    def reusing():
+        place = torch.empty_like(batches[0][0])
+        for x, y in batches:
+            yield place.copy_(x), y
+
+    scales = [calibrate(model, memory, loader, tasks=1).calibration.scale for loader in (batches, reusing())]
+    assert scales[0] == scales[1]
 
 
 def test_steps_that_are_too_long_are_shortened(monkeypatch):

@@ -10,6 +10,18 @@ from torch import nn
 import xkfac
 
 
+@pytest.mark.parametrize(("method", "follows"), [("xkfac", True), ("fixed-affine", True), ("own-bn", False)])
+def test_a_momentum_is_that_of_bn_that_follows_the_target_until_the_task_ends(method, follows):
+    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 3))
+    data = [(torch.randn(8, 5), torch.randint(3, (8,))) for _ in range(2)]
+    learner = xkfac.Learner(net, xkfac.consolidate(net, data, method, draws=1), bn_momentum=0.03)
+    assert net[1].momentum is None
+    learner.begin(data)
+    assert net[1].momentum == (0.03 if follows else None)
+    learner.close()
+    assert net[1].momentum is None
+
+
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("method", ["fixed-bn", "fixed-affine"])
 @pytest.mark.parametrize("as_view", [False, True])

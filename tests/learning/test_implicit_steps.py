@@ -139,6 +139,18 @@ def test_the_learning_rate_is_the_largest_that_a_scheduler_names(schedule):
     assert learner._implicit_steps.lr == 0.1
 
 
+def test_of_several_groups_the_one_with_the_longest_steps_counts():
+    model, memory, _ = started()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.3},
+        {"params": model[3].parameters(), "lr": 0.1, "momentum": 0.9},
+        {"params": model[6].parameters(), "lr": 0.01, "momentum": 0.95},
+    ]
+    learner = Learner(model, memory)
+    learner.begin(target(), torch.optim.SGD(groups, 0.1))
+    assert (learner._implicit_steps.lr, learner._implicit_steps.momentum) == (0.1, 0.9)
+
+
 def test_a_learning_rate_that_grows_beyond_is_said_once():
     model, memory, optimizer = started()
     learner = Learner(model, memory, strength=STRENGTH)
@@ -216,8 +228,10 @@ def test_an_optimizer_from_before_a_head_was_replaced_is_noticed():
             learner.begin(target(), torch.optim.SGD(parameters, 0.1))
 
 
-def test_an_optimizer_that_cannot_be_made_implicit_is_named():
-    model, memory, _ = started()
+@pytest.mark.parametrize("method", ["fixed-bn", "xkfac"])
+def test_an_optimizer_that_cannot_be_made_implicit_is_named_before_anything_changes(method):
+    model, memory, _ = started(method)
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(XkfacError, match="cannot do so for AdamW, which scales its steps by itself; leave the opt"):
         Learner(model, memory).begin(target(), torch.optim.AdamW(model.parameters()))
     wrapper = torch.optim.Adam(model.parameters())
@@ -227,6 +241,8 @@ def test_an_optimizer_that_cannot_be_made_implicit_is_named():
     stranger = torch.optim.SGD(mlp().parameters(), 0.1)
     with pytest.raises(XkfacError, match="none of the parameters that the penalty protects"):
         Learner(model, memory).begin(target(), stranger)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_the_optimizer_of_a_framework_is_taken_where_it_can_be_implicit():

@@ -127,6 +127,19 @@ def test_begin_refuses_a_network_that_is_not_at_the_anchor():
         learner.begin(target())
 
 
+def test_what_cancels_in_a_merged_weight_may_be_off_by_its_own_rounding():
+    model = mlp()
+    with torch.no_grad():
+        model[4].running_mean.fill_(1e4)
+        model[3].bias.fill_(1e4)
+    with Learner(model, consolidate(model, data(), "kfac", statistics="population")) as learner:
+        model[4].running_mean.mul_(1 + 5e-7)  # the last column of W~, which is small, changes by 1e-2
+        learner.begin(target())
+        model[4].running_mean.mul_(1 + 1e-3)
+        with pytest.raises(MismatchError, match="unit '3'"):
+            learner.begin(target())
+
+
 def test_order_of_calls_is_checked():
     model = mlp().train()
     learner = Learner(model, consolidate(model, data(), "xkfac"))

@@ -393,8 +393,9 @@ def two_passes(model, first, second):
 
 @pytest.mark.parametrize("interpretation", ["bn", "brn"])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_loss_of_two_forward_passes_is_refused(interpretation, at_once):
-    model, learner = started(interpretation=interpretation)
+@pytest.mark.parametrize("bn", [nn.BatchNorm1d, xkfac.BatchRenorm1d])
+def test_a_loss_of_two_forward_passes_is_refused(interpretation, at_once, bn):
+    model, learner = started(mlp(bn), interpretation=interpretation)
     losses = two_passes(model, *target()[:2])
     with pytest.raises(XkfacError, match=r"several forward passes through '4' .* call objective after each pass"):
         learner.objective(sum(losses) if at_once else losses[0])

@@ -146,6 +146,9 @@ def test_a_bn_of_another_class_runs_its_own_forward_pass():
     h = torch.randn(4, 3)
     torch.testing.assert_close(net(h), 2 * h, rtol=1e-4, atol=1e-4)
     assert net[0].training
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        net(h[0])
+    assert net[0].training, "an error must not leave it in evaluation mode"
     hold.remove()
     assert not net[0]._forward_hooks
 

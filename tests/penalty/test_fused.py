@@ -31,9 +31,10 @@ from xkfac.model.merged_weight import INTERPRETATIONS, anchor_of, batch_statisti
 from xkfac.model.passes import norms_of
 from xkfac.model.renorm import BatchRenorm1d, to_renorm
 from xkfac.model.units import find_units
-from xkfac.penalty.fused import FusedPenalty, accumulate
+from xkfac.penalty.fused import FusedPenalty
 from xkfac.penalty.layout import ROW
 from xkfac.penalty.quadratic import Penalty
+from xkfac.penalty.step import accumulate
 
 
 @pytest.mark.parametrize("row", [1, 8])
@@ -469,13 +470,16 @@ def test_a_parameter_that_the_loss_does_not_reach_gets_the_gradient_of_the_penal
 
 
 def test_gradients_of_a_parameter_of_several_units_add_up():
-    one, two, three = (nn.Parameter(torch.zeros(3)) for _ in range(3))
-    one.grad, three.grad = torch.full((3,), 0.5), torch.ones(3)
-    parts = [torch.full((3,), float(2**place)) for place in range(5)]
-    accumulate([(one, parts[0]), (two, parts[1]), (one, parts[2]), (two, parts[3]), (one, parts[4])])
+    one, two, three, sparse = (nn.Parameter(torch.zeros(3)) for _ in range(4))
+    one.grad, three.grad, sparse.grad = torch.full((3,), 0.5), torch.ones(3), torch.ones(3).to_sparse()
+    parts = [torch.full((3,), float(2**place)) for place in range(6)]
+    accumulate(
+        [(one, parts[0]), (two, parts[1]), (one, parts[2]), (two, parts[3]), (one, parts[4]), (sparse, parts[5])]
+    )
     assert one.grad.tolist() == [21.5] * 3
     assert two.grad.tolist() == [10.0] * 3
     assert three.grad.tolist() == [1.0] * 3
+    assert sparse.grad.tolist() == [33.0] * 3
 
 
 class Images(nn.Module):

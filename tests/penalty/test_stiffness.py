@@ -26,6 +26,30 @@ def test_the_stiffness_of_a_quadratic_is_its_largest_eigenvalue_and_nothing_move
     assert torch.equal(two, before[1])
 
 
+def test_without_curvature_or_parameters_it_is_zero():
+    parameter = torch.randn(3)
+    assert stiffness(lambda: [(parameter, torch.zeros(3))], 8) == 0
+    assert stiffness(list, 8) == 0
+    assert parameter.isfinite().all()
+
+
+def test_gamma_and_beta_of_unmerged_bn_are_protected_and_set_the_learning_rate_where_they_are_stiff():
+    net = randomise(torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3)))
+    with torch.no_grad():
+        net[0].weight.mul_(30)
+        net[0].bias.zero_()
+        net[1].running_var.mul_(900)
+    net[2].requires_grad_(False)
+    memory = xkfac.consolidate(net.double(), [(x.double(), y) for x, y in data()], "unmerged")
+    learner = xkfac.Learner(net, memory, damping=0.0)
+    learner.begin(recentre=False)
+    assert {id(one) for one in learner.protected} == {id(one) for one in (*net[0].parameters(), *net[1].parameters())}
+    values = memory.curvature.blocks["1"].values[..., :2]  # of gamma and beta: their Hessian is diagonal
+    assert values.max() > 10 * torch.linalg.eigvalsh(memory.curvature.blocks["0"].dense()).max()
+    limit = 2 / (learner.importance[0] * float(values.max()))
+    assert learner.stable_lr(iterations=100) == pytest.approx(limit, rel=1e-3)
+
+
 def begun(strength):
     torch.manual_seed(0)
     model = randomise(mlp()).double()

@@ -149,6 +149,8 @@ def test_the_unknown_share_is_that_of_the_tasks_own_images_and_other_images_are_
     assert (answer.tasks == -1).all()
     assert answer.outputs.isfinite().any(1).all()
     assert (router(images("grey", 20) * 10 - 7).tasks >= 0).all()
+    router.quantiles = torch.arange(101.0).square()[None]
+    torch.testing.assert_close(router._level(0.042), torch.tensor([17.8]))  # 16, and a fifth of the way to 25
 
 
 def test_probabilities_are_as_sure_as_they_are_right(monkeypatch):
@@ -248,11 +250,25 @@ def test_early_features_of_vectors_are_their_entries():
 def test_a_task_can_be_added_again_and_replaces_what_was_known():
     router, x = routed(), images("red", 7, seed=5)
     router.add_task("red", [images("red", 300)])
-    assert router.tasks == ["grey", "loud", "red"]
-    assert router(x).tasks.tolist() == [2] * 7
+    assert router.tasks == list(TASKS)
+    assert router(x).tasks.tolist() == [1] * 7
     features = 3 * (8 * 8 + 1) + 6 * (4 * 4 + 4 * 4)  # means and log variances of channels in cells
     kept = [tensor for name in routing.STATISTICS if (tensor := getattr(router, name)) is not None]
     assert sum(tensor[0].numel() for tensor in kept if len(tensor) == 3) == features * (2 + 64) + 1 + 101 + 2
+
+
+@pytest.mark.parametrize("by", ["early", "last", "source"])
+@pytest.mark.parametrize("task", ["grey", "red"])
+def test_a_task_that_is_added_again_unchanged_changes_nothing(by, task, tmp_path):
+    """Last features are those of the layers of the first task, which stays the first."""
+    router, x = routed(by), torch.cat([images(task, 5, seed=6) for task in TASKS])
+    with torch.no_grad():
+        before, scores = router(x), router.scores(x)
+        router.add_task(task, [(x, None) for x in images(task, 300).split(50)])
+        torch.testing.assert_close(router.scores(x), scores)
+        torch.testing.assert_close(router(x).probabilities, before.probabilities)
+    router.save(tmp_path / "router.safetensors")
+    assert torch.equal(Router.load(tmp_path / "router.safetensors", convnet()).scores(x), router.scores(x))
 
 
 @pytest.mark.parametrize("by", ["early", "last", "source"])
@@ -353,6 +369,8 @@ def test_batch_statistics_follow_a_window_and_leave_no_trace(window):
         torch.testing.assert_close(norm.running_var, var)
         expected = (z - mean.view(-1, 1, 1)) / (var.view(-1, 1, 1) + norm.eps).sqrt()
         torch.testing.assert_close(first, expected)
+        if window <= 20:
+            torch.testing.assert_close(norm(input=z), expected)  # given by keyword
     if window <= 20:
         torch.testing.assert_close(first, copy.deepcopy(net[:2]).train()(x).detach())
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())

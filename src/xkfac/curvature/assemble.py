@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor
-
 from xkfac.curvature.blocks import Block, Corrected, KhatriRao, Kronecker, Term, eigenbasis, parts
 from xkfac.curvature.collectors import Collectors, Source
+from xkfac.curvature.input_moments import Means
 from xkfac.curvature.operator import Curvature, is_finite
 from xkfac.curvature.processes import Processes, shared_out
 from xkfac.errors import NotFiniteError, UnitError, XkfacError
@@ -61,9 +60,9 @@ def finished(collectors: Collectors, processes: Processes | None, total: int, *,
     """
     sources = collectors.sources()
     if processes is not None:
-        roots = _roots(sources, processes, collectors.examples, total)
+        means = _means(sources, processes, collectors.examples, total)
         for name, source in sources.items():
-            source.share(processes, collectors.examples, roots.get(name))
+            source.share(processes, collectors.examples, means.get(name))
     blocks: dict[str, Any] = {name: _block(source, total) for name, source in sources.items()}
     if decompose:
         moments = {name: block.terms[0] for name, block in blocks.items() if isinstance(block, Kronecker)}
@@ -85,27 +84,30 @@ def _block(source: Source, examples: int) -> Block | KhatriRao:
     return block
 
 
-def _roots(sources: Mapping[str, Source], processes: Processes, examples: int, total: int) -> dict[str, Tensor]:
-    """Return the roots of M of all examples: means count by the examples that they are of.
+def _means(sources: Mapping[str, Source], processes: Processes, examples: int, total: int) -> dict[str, Means]:
+    """Return the means of all examples: those of a process count by the inputs that they are of.
 
     Raises UnitError, on every process, for a unit with other numbers of positions on another process.
     """
-    own = {name: source.root(examples) if examples else None for name, source in sources.items()}
-    mine = {name: root for name, root in own.items() if root is not None}
-    every = processes.exchanged({name: list(root.shape) for name, root in mine.items()})
+    own = {name: source.means(examples) if examples else None for name, source in sources.items()}
+    mine = {name: means for name, means in own.items() if means is not None}
+    every = processes.exchanged({name: (means.count * examples, means.rows.shape) for name, means in mine.items()})
     shapes: dict[str, list[int]] = {}
     for rank, theirs in enumerate(every):
-        for name, shape in theirs.items():
+        for name, (_, shape) in theirs.items():
             if shape != shapes.setdefault(name, shape):
                 raise UnitError(
                     f"unit '{name}' has {shape[1]} means by location on process {rank} and {shapes[name][1]} on "
                     "another, so the mean of both is undefined; use form='paper', or grouping='pooled'"
                 )
-    roots = {}
+    result = {}
     for name in (name for name in sources if name in shapes):
-        none = sources[name].like.new_zeros(shapes[name])
-        roots[name] = processes.total(mine[name] * (examples / total) if name in mine else none)
-    return roots
+        inputs = sum(theirs[name][0] for theirs in every if name in theirs)
+        part = sources[name].like.new_zeros(shapes[name])
+        if name in mine:
+            part = mine[name].rows * (mine[name].count * examples / inputs)
+        result[name] = Means(processes.total(part), inputs / total)
+    return result
 
 
 def _decomposed(moments: Mapping[str, Term], processes: Processes | None) -> dict[str, Corrected]:

@@ -44,6 +44,7 @@ class Capture(Trace):
         self._calls: dict[str, int] = {}
         self._inputs: dict[str, list[Tensor]] = {}
         self._gradients: dict[str, dict[int, Tensor]] = {}
+        self._shapes: dict[tuple[str, int], torch.Size] = {}  # of outputs, by call
         self._constants: dict[str, tuple[Tensor, Constants]] = {}
 
     def __torch_function__(
@@ -97,7 +98,7 @@ class Capture(Trace):
     def forget(self) -> None:
         """Let go of a batch's graph: its nodes for parameters belong to a stream, and another pass would meet them."""
         self.ends = []
-        for seen in (self._calls, self._inputs, self._gradients):
+        for seen in (self._calls, self._inputs, self._gradients, self._shapes):
             seen.clear()
 
     def end_forward(self) -> None:
@@ -163,6 +164,7 @@ class Capture(Trace):
         elif first:
             self.ends.append(get_gradient_edge(output))
         call = self._calls[unit.name] - 1
+        self._shapes[unit.name, call] = output.shape
         output.register_hook(lambda gradient: self._see_gradient(unit, call, gradient))  # type: ignore[no-untyped-call]
         return output
 
@@ -178,9 +180,12 @@ class Capture(Trace):
         """Pass on what waits for the whole backward pass; a call without gradient counts as zero."""
         for name, seen in list(self._gradients.items()):
             some = next(iter(seen.values()))
-            calls = range(self._calls[name])
+            # The calls may have different numbers of positions.
+            all_calls = [
+                seen[k] if k in seen else some.new_zeros(self._shapes[name, k]) for k in range(self._calls[name])
+            ]
             with torch.no_grad(), _exactly(some.device):
-                self.collectors.of[name].gradients([seen.get(k, torch.zeros_like(some)) for k in calls], self.draw)
+                self.collectors.of[name].gradients(all_calls, self.draw)
         self._gradients.clear()
         joint = self.collectors.joint
         if joint is not None:

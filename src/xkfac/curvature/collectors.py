@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from xkfac.curvature.blocks import Block, Corrected, Diagonal, KhatriRao, Kronecker, Term, symmetrised
+from xkfac.curvature.input_moments import Means
 from xkfac.curvature.moments import Draw, Moments, batch_gradient, unit_gradients
 from xkfac.curvature.operator import Settings
 from xkfac.curvature.patches import Patches
@@ -51,13 +52,13 @@ class Source(Collector):
     def block(self, examples: int) -> Block | KhatriRao:
         """Return the unit's curvature block, resting on so many examples."""
 
-    def root(self, examples: int) -> Tensor | None:
-        """Return the root of M from this process's examples, None where there is none."""
+    def means(self, examples: int) -> Means | None:
+        """Return the means of this process's examples, None where there are none."""
         return None
 
     @abstractmethod
-    def share(self, processes: Processes, examples: int, root: Tensor | None) -> None:
-        """Take the sums of all processes in place of those over this one's examples; root: that of all examples."""
+    def share(self, processes: Processes, examples: int, means: Means | None) -> None:
+        """Take the sums of all processes in place of those over this one's examples; means: those of all examples."""
 
 
 class FactorCollector(Source):
@@ -80,13 +81,13 @@ class FactorCollector(Source):
         """Return the block."""
         return Kronecker(self.moments.terms(examples))
 
-    def root(self, examples: int) -> Tensor | None:
-        """Return the root of M."""
-        return self.moments.inputs.root(examples)
+    def means(self, examples: int) -> Means | None:
+        """Return the means of the inputs."""
+        return self.moments.inputs.means(examples)
 
-    def share(self, processes: Processes, examples: int, root: Tensor | None) -> None:
+    def share(self, processes: Processes, examples: int, means: Means | None) -> None:
         """Take the sums of the factors of all processes."""
-        self.moments.share(processes, self.like, examples, root)
+        self.moments.share(processes, self.like, examples, means)
 
 
 class SquareCollector(Source):
@@ -121,7 +122,7 @@ class SquareCollector(Source):
         values = self.sums[0] / examples
         return Diagonal(values) if self.basis is None else replace(self.basis, scales=values)
 
-    def share(self, processes: Processes, examples: int, root: Tensor | None) -> None:
+    def share(self, processes: Processes, examples: int, means: Means | None) -> None:
         """Take the sum of squares of all processes."""
         self.sums = [processes.total(self.sums[0])]
 
@@ -174,7 +175,7 @@ class MarginalCollector(SquareCollector):
         root = left.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(left.dtype).tiny).sqrt()[:, None, None]
         return Kronecker((Term(left / root, right / root),))
 
-    def share(self, processes: Processes, examples: int, root: Tensor | None) -> None:
+    def share(self, processes: Processes, examples: int, means: Means | None) -> None:
         """Take the sums of the two moments of all processes."""
         self.sums = [processes.total_of_symmetric(one) for one in self.sums]
 

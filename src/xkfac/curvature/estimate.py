@@ -289,7 +289,7 @@ class _Run:
             for unit, gradient in zip(free, gradients, strict=False):
                 squares = capture.collectors.of[unit.name]
                 if gradient is not None and isinstance(squares, SquareCollector):
-                    squares.add(gradient.to(self.like.dtype).reshape(unit.shape), capture.draw.weight)
+                    squares.add(gradient.to_dense().to(self.like.dtype).reshape(unit.shape), capture.draw.weight)
 
 
 def check_rows(output: Any, size: int) -> None:

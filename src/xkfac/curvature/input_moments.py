@@ -117,6 +117,19 @@ class _Sums:
     from_zero: bool
 
 
+@dataclass(frozen=True)
+class Means:
+    """The `rows` [groups, ., D] of M = count * R^T R, each the mean of `count` inputs per example."""
+
+    rows: Tensor
+    count: float
+
+    @property
+    def root(self) -> Tensor:
+        """The root of M."""
+        return self.rows * math.sqrt(self.count)
+
+
 def _is_near(image: Tensor, mean: Tensor) -> bool:
     """Whether zero is near enough to images [N, C, ...] of a mean [1, C, ...] for them to be rounded as they are."""
     square = mean.square().sum()
@@ -204,17 +217,17 @@ class Deviations:
             of.sums.zero_()
         of.origin = of.origin + drift
 
-    def root(self, examples: int) -> Tensor | None:
-        """Return the root R [groups, ., D] of M = R^T R: means by location, or the mean of all; None without a mean."""
+    def means(self, examples: int) -> Means | None:
+        """Return the means by location, or the mean of all; None where inputs are not taken from a mean."""
         if not self.centred:
             return None
         if self.pooled:
             reference, mean, weight = self._mean()
-            root: Tensor = F.pad(reference + mean, (0, self.patches.homogeneous), value=1.0)
-            return root.to(self._like) * math.sqrt(weight / examples)
+            rows: Tensor = F.pad(reference + mean, (0, self.patches.homogeneous), value=1.0)
+            return Means(rows.to(self._like), weight / examples)
         (of,) = self._of.values()
         sums = of.sums if self._rows is None else self._rows.sums().unsqueeze(2)
-        return self.patches.unrolled(of.origin + sums / examples).flatten(1, 2)
+        return Means(self.patches.unrolled(of.origin + sums / examples).flatten(1, 2), 1.0)
 
     def factors(self, examples: int) -> list[Tensor]:
         """Return the input factors of the levels but the last one in the mean form, which is known by its root."""
@@ -327,7 +340,7 @@ class BatchDeviations:
             # The blocks of a level stand for all N * S elements: an average over blocks times N * S.
             gram.add(part, x.shape[1] * x.shape[2] / (part.shape[1] * part.shape[2]))
 
-    def root(self, examples: int) -> None:
+    def means(self, examples: int) -> None:
         """Return None: no level is known by the means of the population."""
 
     def factors(self, examples: int) -> list[Tensor]:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from xkfac.curvature.blocks import Term, root_term
 from xkfac.curvature.gram import Gram
-from xkfac.curvature.input_moments import BATCH, ELEMENT, EXAMPLE, LOCATION, BatchDeviations, Deviations, Level
+from xkfac.curvature.input_moments import BATCH, ELEMENT, EXAMPLE, LOCATION, BatchDeviations, Deviations, Level, Means
 from xkfac.curvature.patches import Patches
 from xkfac.curvature.processes import Processes
 from xkfac.model.units import Unit
@@ -130,7 +130,7 @@ class Moments:
         self._held: list[Tensor] = []
         self._rows = 0
         self._draw = ONE
-        self._shared: tuple[list[Tensor], list[Tensor], Tensor | None] | None = None
+        self._shared: tuple[list[Tensor], list[Tensor], Means | None] | None = None
 
     def add_gradients(self, g: Tensor, draw: Draw = ONE) -> None:
         """Take the gradients g [groups, N, S, C] of one backward pass."""
@@ -177,24 +177,25 @@ class Moments:
         self._release()
         return [gram.sum() for gram in self._right]
 
-    def share(self, processes: Processes, like: Tensor, examples: int, root: Tensor | None) -> None:
+    def share(self, processes: Processes, like: Tensor, examples: int, means: Means | None) -> None:
         """Take the sums of all processes in place of those of this one, which has seen so many examples.
 
         Sums add up over processes, but for one thing: in the mean form a process takes inputs from an origin of its
-        own, and its scatter is that from its own mean. root: that of the means of all examples, from which every
-        process adds the scatter of its own mean; no difference of large numbers is taken on the way.
+        own, and its scatter is that from its own mean. means: those of all examples, from which every process adds the
+        scatter of its own mean; no difference of large numbers is taken on the way.
         """
         groups, rows, columns = self._shape
         left = [like.new_zeros(groups, columns, columns) for _ in range(len(self.levels) - self.population)]
         if examples:
-            own = self.inputs.root(examples)
+            own = self.inputs.means(examples)
             left = [factor.mul_(examples) for factor in self.inputs.factors(examples)]
-            if root is not None and own is not None:
-                left[-1].baddbmm_((own - root).mT, own - root, alpha=examples)  # only one triangle of it travels
+            if means is not None and own is not None:
+                step = own.rows - means.rows
+                left[-1].baddbmm_(step.mT, step, alpha=examples * own.count)  # only one triangle of it travels
         none = like.new_zeros(groups, rows, rows)
         right = [none if factor is None else factor for factor in self._gradient_factors()]
         left, right = ([processes.total_of_symmetric(one) for one in side] for side in (left, right))
-        self._shared = left, right, root
+        self._shared = left, right, means
 
     def terms(self, examples: int) -> tuple[Term, ...]:
         """Return the terms, one a level, with input factors [groups, D, D] and gradient factors [groups, C, C].
@@ -203,17 +204,17 @@ class Moments:
         gradient factors are zero where no gradient ever arrived.
         """
         if self._shared is None:
-            root = self.inputs.root(examples)
+            means = self.inputs.means(examples)
             left = self.inputs.factors(examples)
             none = left[0].new_zeros(self._shape[0], self._shape[1], self._shape[1])
             right = [none if factor is None else factor.div_(examples) for factor in self._gradient_factors()]
         else:
             left, right = ([factor / examples for factor in side] for side in self._shared[:2])
-            root = self._shared[2]
+            means = self._shared[2]
         right += right[-1:] * self._alike
         del self.inputs
         self._right, self._shared = [], None
         terms = tuple(Term(a, h) for a, h in zip(left, right, strict=False))
-        if root is not None:
-            terms = (*terms, root_term(root, right[-1]))
+        if means is not None:
+            terms = (*terms, root_term(means.root, right[-1]))
         return terms if self._coupled or self.levels != GROUPINGS["hierarchical"] else _uncoupled(*terms)

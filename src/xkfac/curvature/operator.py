@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -72,6 +72,11 @@ class Settings:
     def levels(self) -> tuple[Level, ...]:
         """The chain of partitions that the factors follow."""
         return KFAC if self.kind == "kfac" else GROUPINGS[self.grouping]
+
+    @property
+    def within_examples(self) -> bool:
+        """Whether units have a term within examples and one between them, those of one position the latter alone."""
+        return self.statistics == "population" and self.levels == GROUPINGS["hierarchical"]
 
 
 class SettingsOptions(TypedDict, total=False):
@@ -155,13 +160,21 @@ class Curvature:
         return Curvature(blocks, joint, tuple(self.joint_units[place] for place in places))
 
     def extend(
-        self, other: Curvature, own: float, others: float, *, homogeneous: Container[str], keep_all: bool = False
+        self,
+        other: Curvature,
+        own: float,
+        others: float,
+        *,
+        homogeneous: Container[str],
+        keep_all: bool = False,
+        within_examples: bool = False,
     ) -> Curvature:
         """Return own * (this) + others * (the other): the postprocessing of the paper.
 
         Terms are averaged (see `curvature.averaging`), at constant size, or with `keep_all` all are kept, which is
         exact. A unit that only one side has counts as zero on the other. `homogeneous`: the units whose inputs are
-        extended by a 1, which averages of means go by.
+        extended by a 1, which averages of means go by. `within_examples`: of two terms and one, the first of the two is
+        one within examples, which is zero in the other block, of one position per example.
 
         Raises XkfacError when the two were estimated in ways that do not add up.
         """
@@ -170,12 +183,22 @@ class Curvature:
         blocks: dict[str, Block] = {}
         for name in dict.fromkeys([*self.blocks, *other.blocks]):
             one, two = self.blocks.get(name), other.blocks.get(name)
+            if within_examples and isinstance(one, Kronecker) and isinstance(two, Kronecker):
+                one, two = _as_many_terms(one, two), _as_many_terms(two, one)
             blocks[name] = _combine(name, one, two, own, others, keep_all, name in homogeneous)
         joint, extended = None, [name in homogeneous for name in self.joint_units]
         if self.joint is not None:
             units = " and ".join(self.joint_units)
             joint = _combine(units, self.joint, other.joint, own, others, keep_all, extended)
         return Curvature(blocks, joint, self.joint_units)
+
+
+def _as_many_terms(block: Kronecker, other: Kronecker) -> Kronecker:
+    """Return a block of one term beside one of two with a zero term before it; any other as it is."""
+    if (len(block.terms), len(other.terms)) != (1, 2):
+        return block
+    (term,) = block.terms
+    return Kronecker((replace(term, left=torch.zeros_like(term.left)), term))
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ from xkfac.calibration import RISE, Calibration, CurvePoint
 from xkfac.errors import XkfacError
 from xkfac.learning.learner import Learner
 from xkfac.memory import Memory, with_options
-from xkfac.model.batches import Forward, default_forward, to_device
+from xkfac.model.batches import Forward, cloned, default_forward, to_device
 from xkfac.model.likelihood import Likelihood
 from xkfac.model.merged_weight import bind
 from xkfac.model.passes import Progress, batches, check_loaded, device_of, full_precision, norms_of, untouched, unwrap
@@ -95,9 +95,12 @@ def calibrate(
 
 
 def _kept(loader: Iterable[Any], max_batches: int | None, progress: Progress, what: str) -> list[Any]:
-    """Return the batches of a loader that have more than one example, on the CPU; BN cannot learn from a single one."""
+    """Return the batches of a loader that have more than one example, on the CPU; BN cannot learn from a single one.
+
+    They are copies: a loader may write its next batch where the last one was.
+    """
     passed = batches(loader, CPU, max_batches=max_batches, progress=progress, what=what)
-    kept = [batch for size, batch in passed if size > 1]
+    kept = [cloned(batch) for size, batch in passed if size > 1]
     if not kept:
         raise XkfacError(f"the {what} loader of a calibration has no batch of more than one example; use larger ones")
     return kept

@@ -269,9 +269,10 @@ class Learner:
         """Return what makes steps of a learning rate implicit in the penalty, where the network is now.
 
         Its `step()`, before each of the optimizer's (`begin(loader, optimizer)` sees to it), multiplies the gradients
-        of protected parameters by (I + eta * ls * strength * H)^-1, eta = lr / (1 - momentum), block by block and along
-        at most `rank` directions of a unit's inputs, as far as they are stiff. From here on the penalty is evaluated in
-        every step, in every eighth where it reads no mini-batch statistics, unless `penalty_every` was given.
+        of protected parameters by (I + eta * ls * strength * (H + damping))^-1, eta = lr / (1 - momentum), block by
+        block and along at most `rank` directions of a unit's inputs, as far as they are stiff. From here on the penalty
+        is evaluated in every step, in every eighth where it reads no mini-batch statistics, unless `penalty_every` was
+        given.
         """
         weight = lr / (1 - momentum) * self.importance[0] * self.strength
         return self._step.implicit(weight, rank)

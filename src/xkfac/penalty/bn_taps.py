@@ -70,7 +70,7 @@ class Tap:
 
     def __init__(self, bound: BoundUnit, interpretation: Interpretation, side: SideStream | None = None) -> None:
         self._bound, self._interpretation, self._side = bound, interpretation, side
-        self._through = interpretation in ("bn", "brn") and not isinstance(bound.norm, _BatchRenorm)
+        self._through = interpretation in ("bn", "brn")
         self._counts: dict[int, Tensor] = {}
 
     def put_on(self, note: Note) -> Any:
@@ -114,6 +114,9 @@ class Tap:
         if not self._through or not differentiable or torch._C._are_functorch_transforms_active():
             return input, self._bound.observe(input, self._interpretation, self._population())
         input, mean, var = with_statistics(input, self.wait)
+        norm = self._bound.norm
+        if isinstance(norm, _BatchRenorm) and self._interpretation == "brn":
+            return input, Reading(mean, var, *norm.correction(mean.detach(), var.detach()))
         return input, Reading(mean, var, population=self._population_read())
 
     def _is_normalised_here(self, module: Any, input: Tensor) -> bool:

@@ -34,7 +34,9 @@ class FixedBn:
                 self._handles.append(replace_forward(norm, self._forward))
             else:
                 before, after = _evaluation()
-                self._handles += [norm.register_forward_pre_hook(Hook(before)), norm.register_forward_hook(Hook(after))]
+                self._handles.append(norm.register_forward_pre_hook(Hook(before)))
+                # Also after an error, which would leave the flag changed.
+                self._handles.append(norm.register_forward_hook(Hook(after), always_call=True))
 
     def remove(self) -> None:
         """Let every BN run as its flag says again."""

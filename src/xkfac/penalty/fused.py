@@ -290,21 +290,6 @@ class FusedPenalty:
         return [None if one is None else _as(one, want) for one, want in zip(gradients, wanted, strict=True)]
 
 
-def accumulate(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients to `.grad` of parameters, all at once."""
-    waiting = list(pairs)
-    while waiting:
-        # A parameter of several units has as many gradients, and a turn takes one of each.
-        turn = {id(parameter): (parameter, gradient) for parameter, gradient in waiting}
-        waiting = [(a, b) for a, b in waiting if turn[id(a)][1] is not b]
-        known = [(parameter.grad, gradient) for parameter, gradient in turn.values() if parameter.grad is not None]
-        for parameter, gradient in turn.values():
-            if parameter.grad is None:
-                parameter.grad = gradient
-        if known:
-            torch._foreach_add_([a for a, _ in known], [b for _, b in known])
-
-
 class _Fused(torch.autograd.Function):
     """The forward pass keeps P = dL_s/dW~ and the gradients in the vectors, so the backward pass only scales them."""
 

@@ -9,6 +9,9 @@ H is taken block by block, where the parameters are. With W~ = [s w, beta + s (b
 sum_k A_k (x) H_k, that of w is sum_k A_k (x) (S H_k S); it is diagonalised in the leading eigenvectors of its input
 factors and all of its gradient factors. Few of these directions are stiff; the others count as flat, which makes the
 product cheap enough for every step. Those of gamma, beta and b are C x C matrices.
+
+The damping lambda adds lambda S^2 on the rows of w. With D = I + eta ls lambda S^2, (D + eta ls H)^-1 is
+D^-1/2 (I + eta ls D^-1/2 H D^-1/2)^-1 D^-1/2: the same with other gradient factors, between two scalings of rows.
 """
 
 from __future__ import annotations
@@ -38,20 +41,20 @@ _STIFF = 0.5  # eta ls h above which a direction is stiff; explicit steps along 
 class Implicit:
     """Turns gradients of parameters that a penalty protects into those of steps that are implicit in the penalty.
 
-    weight: eta * ls * strength, what the curvature is multiplied by. rank: how many directions of a unit's inputs are
-    looked at at most. What has no Kronecker or diagonal block, and a BN that is a unit by itself, are left as they are.
+    weight: eta * ls * strength, what the curvature and the damping are multiplied by. rank: how many directions of a
+    unit's inputs are looked at at most. What has no Kronecker or diagonal block, and unmerged BN, are left as they are.
     """
 
     @torch.no_grad()
     def __init__(
-        self, curvature: Curvature, bound: Iterable[BoundUnit], weight: float, rank: int, seed: int = 0
+        self, curvature: Curvature, damping: float, bound: Iterable[BoundUnit], weight: float, rank: int, seed: int = 0
     ) -> None:
         pairs: list[tuple[Tensor, _Part]] = []
         generator = torch.Generator("cpu").manual_seed(seed)
         for one in bound:
             block = curvature.block(one.unit.name)
-            if block is not None and one.unit.kind in ("linear", "conv", "free"):
-                pairs += _parts_of(one, block, weight, rank, generator)
+            if block is not None and one.unit.kind != "unmerged":
+                pairs += _parts_of(one, block, damping, weight, rank, generator)
         alike: dict[tuple[Any, ...], list[tuple[Tensor, _Part]]] = {}
         for parameter, part in pairs:
             # A GPU waits for launches where weights are small; where they are large, and on a CPU, copies take longer.
@@ -128,10 +131,11 @@ class _Mixed:
         self.matrices, self.groups, self.shape = matrices, groups, (groups, *matrices.shape[1:])
 
     @classmethod
-    def inverse(cls, curvature: Tensor, weight: float) -> _Mixed:
-        """Return (I + weight * curvature)^-1, [groups, C, C]."""
+    def inverse(cls, curvature: Tensor, diagonal: Tensor, weight: float) -> _Mixed:
+        """Return (I + weight * (curvature + diagonal))^-1, [groups, C, C], the diagonal given as a vector."""
+        total = symmetrised(curvature.double()) + torch.diag_embed(diagonal.double().view(curvature.shape[:2]))
         unit = torch.eye(curvature.shape[1], dtype=torch.float64, device=curvature.device)
-        inverse = symmetrised(torch.linalg.inv(unit + weight * symmetrised(curvature.double())))
+        inverse = symmetrised(torch.linalg.inv(unit + weight * total))
         return cls(inverse.to(curvature.dtype), len(curvature))
 
     @classmethod
@@ -147,21 +151,34 @@ class _Mixed:
 class _Turned:
     """(I + c H)^-1 on weights, G -> G + U_H (m * (U_H^T G U_A)) U_A^T, with m = 1 / (1 + c s) - 1 [n, C, r].
 
-    The columns of G are in the order of `member`, in which weights lie in memory.
+    The columns of G are in the order of `member`, in which weights lie in memory. rows: 1 / (1 + c lambda s^2)
+    [n, C, 1], by which rows of G itself are multiplied where a strong damping is stiff too, else None.
     """
 
-    tensors = ("left", "right", "change")
+    def __init__(self, member: Member, left: Tensor, right: Tensor, change: Tensor, rows: Tensor | None = None) -> None:
+        self.member, self.left, self.right, self.change, self.rows = member, left, right, change, rows
+        self.shape = (*left.shape[:2], *right.shape, rows is None)
 
-    def __init__(self, member: Member, left: Tensor, right: Tensor, change: Tensor) -> None:
-        self.member, self.left, self.right, self.change = member, left, right, change
-        self.shape = (*left.shape[:2], *right.shape)
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return ("left", "right", "change", *(() if self.rows is None else ("rows",)))
 
     @classmethod
     def inverse(
-        cls, one: BoundUnit, terms: Sequence[tuple[Term, Tensor]], weight: float, rank: int, generator: torch.Generator
+        cls,
+        one: BoundUnit,
+        terms: Sequence[tuple[Term, Tensor]],
+        damping: Tensor,
+        weight: float,
+        rank: int,
+        generator: torch.Generator,
     ) -> _Turned:
-        """Return that of sum_k A_k (x) H_k on a unit's weight, given with the H_k of the weight."""
+        """Return that of sum_k A_k (x) H_k on a unit's weight, given with the H_k, and damping, of the weight."""
         columns = one.weight[0].numel()
+        damping = weight * damping.view(terms[0][1].shape[0], -1, 1)
+        rows = 1 / (1 + damping) if bool((damping > _STIFF).any()) else None
+        if rows is not None:
+            terms = [(term, rows.sqrt() * right * rows.sqrt().mT) for term, right in terms]
         traces = [(_diagonal(term, columns).sum(1), _trace(right)) for term, right in terms]
         shares = [(term, share) for (term, _), (_, share) in zip(terms, traces, strict=True)]
         whole = [share[:, None, None] * right for (_, right), (share, _) in zip(terms, traces, strict=True)]
@@ -180,7 +197,7 @@ class _Turned:
         member = Member(one)
         if member.order is not None:
             left = left.index_select(1, member.order[:columns].to(left.device))
-        return cls(member, left, right, change)
+        return cls(member, left, right if rows is None else rows.sqrt() * right, change, rows)
 
     @classmethod
     def stacked(cls, parts: Sequence[Any]) -> _Turned:
@@ -189,15 +206,18 @@ class _Turned:
             torch.cat([F.pad(getattr(part, name), (0, rank - part.left.shape[2])) for part in parts])
             for name in ("left", "change")
         )
-        return cls(parts[0].member, left, torch.cat([part.right for part in parts]), change)
+        rows = None if parts[0].rows is None else torch.cat([part.rows for part in parts])
+        return cls(parts[0].member, left, torch.cat([part.right for part in parts]), change, rows)
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
-        if not self.left.shape[2]:
+        if not self.left.shape[2] and self.rows is None:
             return
         flats = [self.member.flat(gradient) for gradient in gradients]
         flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         flat = flat.to(self.left.dtype).view(len(self.left), -1, self.left.shape[1])
         inner = torch.bmm(self.right.mT, torch.bmm(flat, self.left)).mul_(self.change)
+        if self.rows is not None:
+            flat.mul_(self.rows)
         flat.baddbmm_(torch.bmm(self.right, inner), self.left.mT)
         if flat.data_ptr() != gradients[0].data_ptr():  # else it is the gradient itself
             parts = flat.view(-1, self.left.shape[1]).chunk(len(gradients))
@@ -210,20 +230,23 @@ _Part = _Scaled | _Mixed | _Turned
 
 
 def _parts_of(
-    one: BoundUnit, block: Block, weight: float, rank: int, generator: torch.Generator
+    one: BoundUnit, block: Block, damping: float, weight: float, rank: int, generator: torch.Generator
 ) -> list[tuple[Tensor, _Part]]:
-    """Return the parameters of a unit, each with the inverse of its block of I + weight * H."""
+    """Return the parameters of a unit, each with the inverse of its block of I + weight * (H + damping)."""
     groups, rows, columns = one.unit.shape
     if one.unit.kind == "free":
-        return [(one.weight, _scaled(one.weight, block.values, weight))] if isinstance(block, Diagonal) else []
+        return (
+            [(one.weight, _scaled(one.weight, block.values + damping, weight))] if isinstance(block, Diagonal) else []
+        )
     scale, inverse, offset = _affine(one)
+    alone = one.unit.kind == "norm"  # a BN without a layer, as if in front of it were one of weights 1
+    weights = torch.ones_like(inverse)[:, None] if alone else one.weight.flatten(1)
     # dW~ / dgamma of each channel, homogeneous coordinate included.
-    along = torch.cat([one.weight.flatten(1) * inverse[:, None], (offset * inverse)[:, None]], 1)
+    along = torch.cat([weights * inverse[:, None], (offset * inverse)[:, None]], 1)
     affine = one.norm is not None and one.norm.weight is not None
     if isinstance(block, Diagonal):
-        values = block.values.reshape(groups * rows, columns)
-        inner = one.weight[0].numel()
-        of = [(one.weight, values[:, :inner] * scale.square()[:, None])]
+        values = block.values.reshape(groups * rows, columns) + damping
+        of = [] if alone else [(one.weight, values[:, : weights.shape[1]] * scale.square()[:, None])]
         of += [] if one.bias is None else [(one.bias, values[:, -1] * scale.square())]
         of += [(one.norm.bias, values[:, -1]), (one.norm.weight, (values * along.square()).sum(1))] if affine else []
         return [(parameter, _scaled(parameter, own, weight)) for parameter, own in of]
@@ -231,20 +254,23 @@ def _parts_of(
         return []
     by_group = scale.view(groups, rows, 1)
     terms = [(term, by_group * term.right * by_group.mT) for term in block.terms]
-    pairs: list[tuple[Tensor, _Part]] = [(one.weight, _Turned.inverse(one, terms, weight, rank, generator))]
+    of_weight = damping * scale.square()
+    pairs: list[tuple[Tensor, _Part]] = []
+    if not alone:
+        pairs.append((one.weight, _Turned.inverse(one, terms, of_weight, weight, rank, generator)))
     if not one.unit.homogeneous:
         return pairs
     affine = affine and one.norm.weight.requires_grad  # a fixed BN takes no steps
     last = [_diagonal(term, columns)[:, -1, None, None] for term in block.terms]
     if one.bias is not None:
         total = torch.stack([a * right for a, (_, right) in zip(last, terms, strict=True)]).sum(0)
-        pairs.append((one.bias, _Mixed.inverse(total, weight)))
+        pairs.append((one.bias, _Mixed.inverse(total, of_weight, weight)))
     if affine:
         total = torch.stack([a * term.right for a, term in zip(last, block.terms, strict=True)]).sum(0)
-        pairs.append((one.norm.bias, _Mixed.inverse(total, weight)))
+        pairs.append((one.norm.bias, _Mixed.inverse(total, torch.full_like(scale, damping), weight)))
         rows_of = along.view(groups, rows, columns).to(total.dtype)
         squares = torch.stack([t.right * torch.bmm(rows_of, _times(t, rows_of.mT)) for t in block.terms]).sum(0)
-        pairs.append((one.norm.weight, _Mixed.inverse(squares, weight)))
+        pairs.append((one.norm.weight, _Mixed.inverse(squares, damping * along.square().sum(1), weight)))
     return pairs
 
 

@@ -15,7 +15,7 @@ from xkfac.model.passes import device_of, norms_of
 from xkfac.model.units import Unit
 from xkfac.penalty.bn_readings import BnReadings
 from xkfac.penalty.bn_taps import BnReading
-from xkfac.penalty.fused import FusedPenalty, accumulate
+from xkfac.penalty.fused import FusedPenalty
 from xkfac.penalty.implicit import Implicit
 from xkfac.penalty.interval import IMPLICIT, Interval
 from xkfac.penalty.quadratic import Penalty
@@ -135,9 +135,8 @@ class PenalisedStep:
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters that L_s depends on, but for those that stay fixed."""
-        inputs = [] if self._fused is None else self._fused.inputs({})
-        known = [one for one in inputs if one is not None and one.requires_grad and one.is_leaf]
-        return [one for one in known if id(one) not in self._fixed]
+        known = {id(one): one for bound in self.bound.values() for one in bound.parameters()}
+        return [one for key, one in known.items() if one.requires_grad and one.is_leaf and key not in self._fixed]
 
     def changed_by(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """Return the `parameters`; where all are frozen, those that an optimizer has, which may learn later."""
@@ -147,20 +146,19 @@ class PenalisedStep:
 
     def gradients(self, implicit: Implicit | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters that L_s depends on, each with the gradient in it under population statistics."""
-        if self._fused is None:
+        parameters = self.parameters
+        if self._fused is None or not parameters:
             return []
-        pairs = self._fused.value_and_gradients({}, 1.0)[1]
-        pairs = [pair for pair in pairs if pair[0].is_leaf and id(pair[0]) not in self._fixed]
-        if implicit is None:
-            return pairs
-        parameters, gradients = [one for one, _ in pairs], [gradient for _, gradient in pairs]
-        return list(zip(parameters, implicit(parameters, gradients), strict=True))
+        with torch.enable_grad():
+            gradients = list(torch.autograd.grad(self._fused({}), parameters))
+        return list(zip(parameters, gradients if implicit is None else implicit(parameters, gradients), strict=True))
 
     def implicit(self, weight: float, rank: int) -> Implicit:
         """Return what makes steps implicit in `weight` times L_s; an interval that was not given becomes fixed."""
         if self._follows:
             self.interval = Interval(self._implicit_every)
-        return Implicit(self.quadratic.curvature, self.bound.values(), weight * self.interval.every, rank)
+        curvature, damping = self.quadratic.curvature, self.quadratic.damping
+        return Implicit(curvature, damping, self.bound.values(), weight * self.interval.every, rank)
 
     def stable_lr(self, source: float, momentum: float, implicit: Implicit | None, iterations: int, seed: int) -> float:
         """Return the learning rate above which SGD with a momentum m diverges on source * L_s.
@@ -180,6 +178,25 @@ class PenalisedStep:
         self.readings.remove()
         if self._hook is not None:
             self._hook.remove()
+
+
+def accumulate(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients to `.grad` of parameters, all at once."""
+    waiting = list(pairs)
+    while waiting:
+        # A parameter of several units has as many gradients, and a turn takes one of each.
+        turn = {id(parameter): (parameter, gradient) for parameter, gradient in waiting}
+        waiting = [(a, b) for a, b in waiting if turn[id(a)][1] is not b]
+        known = []
+        for parameter, gradient in turn.values():
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif parameter.grad.is_sparse:  # that of an embedding, to which nothing dense can be added in place
+                parameter.grad = gradient + parameter.grad
+            else:
+                known.append((parameter.grad, gradient))
+        if known:
+            torch._foreach_add_([a for a, _ in known], [b for _, b in known])
 
 
 def _waited_for(reading: Reading) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,8 @@ def stiffness(gradients: Callable[[], Iterable[tuple[Tensor, Tensor]]], iteratio
     parameters are now. They are displaced in place meanwhile, and are as they were when this returns.
     """
     parameters = [parameter for parameter, _ in gradients()]
+    if not parameters:
+        return 0.0
     before = [parameter.clone() for parameter in parameters]
     generator = torch.Generator("cpu").manual_seed(seed)
     direction = [torch.randn(p.shape, generator=generator, device="cpu").to(p.device, p.dtype) for p in parameters]
@@ -29,7 +31,8 @@ def stiffness(gradients: Callable[[], Iterable[tuple[Tensor, Tensor]]], iteratio
     try:
         for _ in range(iterations):
             norm = torch.stack([along.norm() for along in direction]).norm()
-            direction = [along / norm for along in direction]
+            # A product of zero, that of a function without curvature, has no direction and stays zero.
+            direction = [along / norm.clamp(min=torch.finfo(norm.dtype).tiny) for along in direction]
             pairs = zip(gradient(_STEP), gradient(-_STEP), strict=True)
             product = [(a - b) / (2 * _STEP) for a, b in pairs]
             largest = torch.stack([(v * h).sum() for v, h in zip(direction, product, strict=True)]).sum()

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
+from xkfac.model.merged_weight import norm_input
 from xkfac.model.passes import norms_of, unwrap
 
 
@@ -29,7 +31,8 @@ def batch_statistics(model: nn.Module, window: int = 1) -> Iterator[None]:
         if norm.running_mean is None:
             raise XkfacError(f"'{path}' has no running statistics, and uses those of the batch as it is")
     before = {norm: (norm.running_mean.clone(), norm.running_var.clone()) for norm in norms.values()}
-    hooks = [norm.register_forward_pre_hook(lambda norm, inputs: _follow(norm, inputs[0], window)) for norm in before]
+    follow = partial(_follow, window)
+    hooks = [norm.register_forward_pre_hook(follow, with_kwargs=True) for norm in before]
     try:
         yield
     finally:
@@ -42,10 +45,11 @@ def batch_statistics(model: nn.Module, window: int = 1) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _follow(norm: Any, x: Tensor, window: int) -> None:
+def _follow(window: int, norm: Any, inputs: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
     """Move the running statistics of a BN layer to those of its input x [N, C, ...], by the share N / window."""
     if norm.training:
         return
+    x = norm_input(inputs, keywords)
     share = min(1.0, len(x) / window)
     var, mean = torch.var_mean(x.detach().to(norm.running_mean.dtype), (0, *range(2, x.dim())), correction=0)
     step = mean - norm.running_mean

@@ -143,7 +143,10 @@ class Router(nn.Module):
 
         moments, aside: of early and of last features.
         """
-        others = [place for place, name in enumerate(self.tasks) if name != task]
+        others = [number for number, name in enumerate(self.tasks) if name != task]
+        # A task that was known keeps its place: last features are those of the layers of the first one.
+        place = self.tasks.index(task) if task in self.tasks else len(others)
+        order = [*range(place), len(others), *range(place, len(others))]
         kept = self._densities() if others else {}
         for part, of in moments.items():
             if not others:
@@ -153,20 +156,21 @@ class Router(nn.Module):
             rank = kept[part].factor.shape[2] if others else rank
             density = fit(of, getattr(self, f"{part}_unit").double(), rank, SHRINKAGE[part])
             if others:
-                density = kept[part].apply(lambda one: one[others]).joined(density)
+                density = kept[part].apply(lambda one: one[others]).joined(density).apply(lambda one: one[order])
             for name in DENSITY:
                 setattr(self, f"{part}_{name}", getattr(density, name))
-        self.tasks = [*(name for name in self.tasks if name != task), task]
+        self.tasks = [name for name in self.tasks if name != task]
+        self.tasks.insert(place, task)
         scores = self._scores(aside)
         levels = torch.linspace(0, 1, QUANTILES, device=scores.device)
         new = {
-            "quantiles": torch.quantile(scores[:, -1], levels),
-            "temperatures": _temperature(scores),
+            "quantiles": torch.quantile(scores[:, place], levels),
+            "temperatures": _temperature(scores, place),
             "classes": torch.tensor(float(classes), device=scores.device),
         }
         for name, value in new.items():
             before = [getattr(self, name)[others]] if others else []
-            setattr(self, name, torch.cat([*before, value[None]]))
+            setattr(self, name, torch.cat([*before, value[None]])[order])
 
     def _densities(self) -> dict[str, Densities]:
         """Return the densities of early and of last features, as far as they are used."""
@@ -376,8 +380,8 @@ def _unit(variance: Tensor, blocks: list[int]) -> Tensor:
     return means.clamp(min=torch.finfo(torch.float32).tiny).sqrt().float()
 
 
-def _temperature(scores: Tensor) -> Tensor:
-    """Return by what scores [N, T] of images of the last task are to be divided to be as sure as they are right."""
+def _temperature(scores: Tensor, place: int) -> Tensor:
+    """Return by what to divide scores [N, T] of images of the task at a place, to be as sure as they are right."""
     choices = torch.logspace(0, 4, 161, device=scores.device)
-    losses = torch.stack([-torch.log_softmax(scores / choice, 1)[:, -1].mean() for choice in choices])
+    losses = torch.stack([-torch.log_softmax(scores / choice, 1)[:, place].mean() for choice in choices])
     return choices[losses.argmin()]
