@@ -74,7 +74,7 @@ class ImplicitSteps:
     def check_used(self) -> None:
         """Warn once where weights change from call to call and the optimizer has not made any step yet.
 
-        One change is none: a method that looks for flat minima displaces the weights before its first step.
+        Two changes are let pass: a method that looks for flat minima displaces the weights before its first step.
         """
         if self._unused is None or torch.compiler.is_compiling():
             return
