@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 
 from xkfac.experiments.report.image_tables import ceilings, image_tables
-from xkfac.experiments.report.tables import entries
+from xkfac.experiments.report.lines import report_runs
 from xkfac.experiments.report.tradeoff_tables import in_percent, tradeoffs
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.results import Spread, pooled, spread
@@ -59,13 +59,15 @@ def from_run(spec):
         return _after(spec["average"], [run.lines[name].jobs for run in runs for name in _lines(spec) & {*run.lines}])
     for run in runs:
         if "at" in spec or "area" in spec:
-            curves = {curve.name: curve for found in tradeoffs([run]) for curve in found.curves}
+            curves = {
+                curve.name: curve for found in map(tradeoffs, report_runs([run])) if found for curve in found.curves
+            }
             if (curve := curves.get(spec["line"])) is not None:
                 seeds = sorted({seed for point in curve.points for seed in point.by_seed})
                 value = curve.at(spec["at"]) if "at" in spec else curve.area
                 return (in_percent(value) if value is not None and "at" in spec else value), seeds
         elif spec["line"] == "ceiling":
-            if (top := ceilings(entries([run]), [spec["task"]]).get(spec["task"])) is not None:
+            if (top := ceilings(report_runs([run])[0].lines, [spec["task"]]).get(spec["task"])) is not None:
                 return spread(list(top.accuracies.values())), sorted(top.accuracies)
         elif spec["line"] in run.lines:
             return _of_line(spec, run), [job.seed for job in run.lines[spec["line"]].jobs if job.accuracy]
@@ -90,7 +92,7 @@ def _of_line(spec, run):
     line = run.lines[spec["line"]]
     if "before" in spec:
         return spread([job.accuracy[list(job.tasks).index(spec["before"])][0] for job in line.jobs])
-    (tables,) = image_tables([run])
+    tables = image_tables(*report_runs([run]))
     (own,) = (own for own in tables.lines if own.entry.name == spec["line"])
     if "task" in spec or "average" in spec:
         return own.average if "average" in spec else own.accuracies.get(spec["task"])

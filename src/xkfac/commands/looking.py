@@ -57,10 +57,11 @@ def compare(runs: RunPaths, as_json: AsJson = False) -> None:
     from xkfac.experiments import results
     from xkfac.experiments.report.comparison import compare as compared
     from xkfac.experiments.report.comparison import comparison_table
+    from xkfac.experiments.report.lines import report_runs
 
     if len(runs) < 2:
         raise XkfacError("compare needs the folders of at least two runs; 'xkfac report' shows a single one")
-    rows = compared([results(path) for path in runs])
+    rows = compared(report_runs([results(path) for path in runs]))
     if not rows:
         raise XkfacError("the runs have no line of the same name with results in both; there is nothing to compare")
     if as_json:

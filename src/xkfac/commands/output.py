@@ -80,24 +80,25 @@ def finish(folders: list[Path], output: Path, as_json: bool) -> None:
 def _print_results(runs: Sequence[RunResults]) -> None:
     """Show accuracies task by task of runs of images, the course over tasks of the others, and trade-offs."""
     from xkfac.experiments.report.image_tables import accuracy_table, image_tables, share_table
+    from xkfac.experiments.report.lines import report_runs
     from xkfac.experiments.report.summary import summary
-    from xkfac.experiments.report.tables import entries, run_names
     from xkfac.experiments.report.tradeoff_tables import tradeoff_table, tradeoffs
 
-    others = []
-    for run, name, tables in zip(runs, run_names(runs), image_tables(runs), strict=True):
+    reported, others = report_runs(runs), []
+    for run in reported:
+        tables = image_tables(run)
         if tables is None:
-            others.append(run)
+            others.append(run.results)
             continue
         if len(runs) > 1:
-            print(f"{name}\n")
+            print(f"{run.name}\n")
         print_table(*accuracy_table(tables).texts())
         print()
         if tables.learnt:
             print_table(*share_table(tables).texts())
             print()
     if others:
-        print_table(*summary(entries(others)).texts())
-    for found in tradeoffs(runs):
+        print_table(*summary([line for run in report_runs(others) for line in run.lines]).texts())
+    for found in filter(None, map(tradeoffs, reported)):
         print(f"\n{found.run}" if len(runs) > 1 else "")
         print_table(*tradeoff_table(found).texts())

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from xkfac.experiments.recipes.recipe import Line
 from xkfac.experiments.report.image_tables import ImageTables, LineNumbers, accuracy_table
-from xkfac.experiments.report.tables import ReportLine
+from xkfac.experiments.report.lines import ReportLine
 from xkfac.experiments.runs.results import JobResult, LineResults, spread
 
 TASKS = ("ImageNet", "Birds", "Cars", "Flowers")

@@ -12,8 +12,8 @@ import pytest
 
 from tests.helpers import made_up
 from xkfac.errors import XkfacError
-from xkfac.experiments.report import comparison, drawing, figures, styles, tables
-from xkfac.experiments.report.summary import summary
+from xkfac.experiments.report import comparison, drawing, figures, lines, styles, summary, tables
+from xkfac.experiments.report.lines import report_runs
 from xkfac.experiments.runs.results import JobResult, Spread
 
 ROOT2 = math.sqrt(2)
@@ -24,14 +24,18 @@ def read(path):
         return list(csv.DictReader(file))
 
 
+def lines_of(*runs):
+    return [line for run in report_runs(runs) for line in run.lines]
+
+
 def by_name(run):
-    return {line.name: line for line in tables.entries([run])}
+    return {line.name: line for line in lines_of(run)}
 
 
 def values(run):
     """By line and column, what the summary shows."""
-    lines = tables.entries([run])
-    return {line.name: {column.title: column.value(line) for column in tables.columns(lines)} for line in lines}
+    lines = lines_of(run)
+    return {line.name: {column.title: column.value(line) for column in summary.columns(lines)} for line in lines}
 
 
 # ---------------------------------------------------------------- summary
@@ -95,24 +99,24 @@ def test_in_progress_is_said():
 
 
 def test_best_of_a_column():
-    lines = tables.entries([made_up.small()])
-    columns = {column.title: column for column in tables.columns(lines)}
+    lines = lines_of(made_up.small())
+    columns = {column.title: column for column in summary.columns(lines)}
     assert list(columns)[:3] == ["after 5", "after 10", "forgetting"]
-    assert tables.best(columns["after 10"], lines) == {0}  # not joint training, which has more
-    assert tables.best(columns["forgetting"], lines) == {0}  # less is better
-    assert tables.best(columns["as learnt"], lines) == set()  # all the same
-    lines = tables.entries([made_up.diverged()])
-    assert all(tables.best(column, lines) == set() for column in tables.columns(lines))
+    assert summary.best(columns["after 10"], lines) == {0}  # not joint training, which has more
+    assert summary.best(columns["forgetting"], lines) == {0}  # less is better
+    assert summary.best(columns["as learnt"], lines) == set()  # all the same
+    lines = lines_of(made_up.diverged())
+    assert all(summary.best(column, lines) == set() for column in summary.columns(lines))
 
 
 def test_summary_as_text_and_csv(tmp_path):
-    lines = tables.entries([made_up.small()])
-    heads, rows = summary(lines).texts()
+    lines = lines_of(made_up.small())
+    heads, rows = summary.summary(lines).texts()
     assert heads[:3] == ["line", "after 5", "after 10"]
     assert rows[0][:3] == ["XK-FAC", "94.50 ± 0.71 *", "92.00 ± 0.71 *"]
     assert rows[0][-1] == "2"  # repeats
     path = tmp_path / "summary.csv"
-    path.write_text(tables.summary_csv(lines), encoding="utf-8")
+    path.write_text(summary.summary_csv(lines), encoding="utf-8")
     row = read(path)[1]
     assert (row["label"], float(row["after_10"]), float(row["s_per_task"])) == ("K-FAC", 87.5, 2.5)
     assert float(row["after_10_deviation"]) == pytest.approx(1 / ROOT2)
@@ -123,15 +127,15 @@ def test_summary_as_text_and_csv(tmp_path):
 
 def test_labels_do_not_collide():
     runs = [made_up.small("a/first"), made_up.small("b/first"), made_up.single()]
-    labels = [entry.label for entry in tables.entries(runs)]
+    labels = [entry.label for entry in lines_of(*runs)]
     assert len(set(labels)) == len(labels) == 9
     assert labels[0] == "first (1): XK-FAC"
     twice = made_up.run(made_up.SMALL.replace('"K-FAC"', '"XK-FAC"'), [])
-    assert [entry.label for entry in tables.entries([twice])][:2] == ["XK-FAC (xkfac)", "XK-FAC (kfac)"]
+    assert [entry.label for entry in lines_of(twice)][:2] == ["XK-FAC (xkfac)", "XK-FAC (kfac)"]
 
 
 def test_compare_by_hand():
-    found = comparison.compare([made_up.small("runs/one"), made_up.small("runs/two", shift=0.5)])
+    found = comparison.compare(report_runs([made_up.small("runs/one"), made_up.small("runs/two", shift=0.5)]))
     row = next(row for row in found if row.name == "xkfac")
     assert (row.runs, row.tasks, row.first.mean, row.second.mean, row.difference) == (("one", "two"), 10, 92, 92.5, 0.5)
     # Both have variance 1/2 over two repeats: standard error sqrt(1/4 + 1/4), two degrees of freedom.
@@ -151,7 +155,7 @@ def test_welch_degrees_of_freedom():
 
 
 def test_compare_single_repeats_has_no_interval():
-    row = comparison.compare([made_up.single(), made_up.single()])[0]
+    row = comparison.compare(report_runs([made_up.single(), made_up.single()]))[0]
     assert row.difference == 0
     assert math.isnan(row.error)
     assert math.isnan(row.low)
@@ -161,7 +165,7 @@ def test_compare_single_repeats_has_no_interval():
 
 
 def test_files_hold_the_numbers(tmp_path):
-    drawn = {figure.key: figure for figure in figures.draw_all([made_up.small()], tmp_path)}
+    drawn = {figure.key: figure for figure in figures.draw_all(report_runs([made_up.small()]), tmp_path)}
     assert list(drawn) == ["a", "a-forgetting", "matrices", "training"]
     for figure in drawn.values():
         assert (tmp_path / f"{figure.key}.png").read_bytes().startswith(b"\x89PNG")
@@ -187,7 +191,7 @@ def test_figures_name_every_line(tmp_path, monkeypatch):
     run = made_up.large(repeats=2, tasks=3, epochs=2)
     drawn_training = drawing.Plot("training", "", "", "", (), ())
     monkeypatch.setattr(figures, "draw_training", lambda *_: drawn_training)  # a panel per line, as the matrices
-    drawn = {figure.key: figure for figure in figures.draw_all([run], tmp_path)}
+    drawn = {figure.key: figure for figure in figures.draw_all(report_runs([run]), tmp_path)}
     for key, figure in run.recipe.figures.items():
         svg = (tmp_path / f"{key}.svg").read_text(encoding="utf-8")
         labels = [run.recipe.lines[name].label for name in figure.lines]
@@ -201,7 +205,7 @@ def test_figures_name_every_line(tmp_path, monkeypatch):
 def test_lines_that_no_figure_shows_have_their_own(tmp_path):
     text = made_up.SMALL.replace('lines = ["xkfac", "kfac", "joint"]', 'lines = ["kfac"]')
     run = made_up.run(text, [made_up.job("xkfac"), made_up.job("kfac")])
-    drawn = figures.draw_all([run], tmp_path)
+    drawn = figures.draw_all(report_runs([run]), tmp_path)
     assert [figure.key for figure in drawn][:2] == ["a", "other-lines"]
     other = next(figure for figure in drawn if figure.title == "Other lines")
     assert "XK-FAC  91.50" in other.element
@@ -210,7 +214,7 @@ def test_lines_that_no_figure_shows_have_their_own(tmp_path):
 
 def drawn_curve(name, run):
     axes = styles.mpl.figure.Figure().add_subplot()
-    entry = next(entry for entry in tables.entries([run]) if entry.name == name)
+    entry = next(entry for entry in lines_of(run) if entry.name == name)
     curve = entry.curve(JobResult.average_accuracy)
     figures._draw_curve(axes, entry, curve, styles.style_of(entry.index, entry.hue, entry.line), 10)
     return axes
@@ -247,23 +251,22 @@ def test_joint_training_at_one_number_of_tasks_is_a_level():
 
 def test_styles_of_25_lines_differ():
     run = made_up.large(repeats=1, tasks=2, epochs=1)
-    looks = [styles.style_of(entry.index, entry.hue, entry.line) for entry in tables.entries([run])]
-    assert len({(style.colour, style.marker) for style in looks}) == 25
+    looks = [styles.style_of(entry.index, entry.hue, entry.line) for entry in lines_of(run)]
+    assert len({(style["color"], style["marker"]) for style in looks}) == 25
 
 
 def test_lines_of_one_figure_have_colours_of_their_own():
-    assert len(styles.PALETTE) == tables.HUES
+    assert len(styles.PALETTE) == lines.HUES
     text = made_up.SMALL + "".join(f'[lines.more-{i}]\nmethod = "kfac"\n' for i in range(12))
     few = [f"more-{i}" for i in (0, 3, 7, 11)]
     run = made_up.run(text + f"[figures.few]\nlines = {[*few, 'xkfac', 'kfac', 'joint']}\n", [made_up.job("xkfac")])
-    looks = {e.name: styles.style_of(e.index, e.hue, e.line).colour for e in tables.entries([run])}
+    looks = {e.name: styles.style_of(e.index, e.hue, e.line)["color"] for e in lines_of(run)}
     assert len({looks[name] for name in (*few, "xkfac", "kfac", "joint")}) == 7
 
 
 def test_the_better_lines_are_enlarged_where_one_falls_far_below():
     def curves(*ends):
-        entry = tables.entries([made_up.small()])[0]
-        return [(entry, [(1, Spread(97.0, 0.1, 2)), (2, Spread(end, 0.1, 2))]) for end in ends]
+        return [[(1, Spread(97.0, 0.1, 2)), (2, Spread(end, 0.1, 2))] for end in ends]
 
     low, high = figures._zoom(curves(96, 95, 94, 20), 1)
     assert 93 < low < 95
@@ -281,7 +284,7 @@ def test_ticks():
 
 def test_nothing_is_left_behind_in_matplotlib(tmp_path):
     before = dict(mpl.rcParams)
-    figures.draw_all([made_up.single()], tmp_path)
+    figures.draw_all(report_runs([made_up.single()]), tmp_path)
     assert dict(mpl.rcParams) == before
     code = "import sys, xkfac.experiments.report; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -290,7 +293,7 @@ def test_nothing_is_left_behind_in_matplotlib(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(XkfacError, match="could not be written"):
-        figures.draw_all([made_up.single()], tmp_path / "file" / "figures")
+        figures.draw_all(report_runs([made_up.single()]), tmp_path / "file" / "figures")
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -17,16 +17,21 @@ import pytest
 from tests.helpers import made_up
 from xkfac import cli
 from xkfac.experiments.recipes.recipe import Line, Task
-from xkfac.experiments.report import figures, image_tables, multiples, tables
+from xkfac.experiments.report import figures, image_tables, multiples
 from xkfac.experiments.report.drawing import Plot
+from xkfac.experiments.report.lines import report_runs
+from xkfac.experiments.report.summary import columns
 from xkfac.experiments.runs.results import JobResult, Spread, pooled
 
 ROOT2 = math.sqrt(2)
 
 
 def found(*jobs, **options):
-    (made,) = image_tables.image_tables([made_up.images(*jobs, **options)])
-    return made
+    return tables_of(made_up.images(*jobs, **options))
+
+
+def tables_of(run):
+    return image_tables.image_tables(*report_runs([run]))
 
 
 def spread(one, other):
@@ -98,7 +103,7 @@ def test_repeats_that_are_not_at_the_end_do_not_count_and_are_named():
 
 def test_before_the_first_repeat_is_at_its_end_there_are_no_tables():
     waiting = made_up.images(made_up.image_job("xkfac", 0, tasks=3, done=False))
-    assert image_tables.image_tables([waiting, made_up.small()]) == [None, None]
+    assert [*map(image_tables.image_tables, report_runs([waiting, made_up.small()]))] == [None, None]
 
 
 def test_a_line_that_leaves_tasks_out_has_no_average_where_repeats_left_out_others():
@@ -152,13 +157,13 @@ def test_the_csv_has_every_number_in_full():
 
 
 def test_a_network_of_its_own_is_a_reference_everywhere():
-    lines = {line.name: line for line in tables.entries([made_up.images()])}
-    columns = {column.title: column.value for column in tables.columns(list(lines.values()))}
+    lines = {line.name: line for line in report_runs([made_up.images()])[0].lines}
+    shown = {column.title: column.value for column in columns(list(lines.values()))}
     assert lines["single"].reference
     assert lines["single"].final == spread(57.5, 58.5)
-    assert {columns[name](lines["single"]) for name in ("forgetting", "backward transfer", "as learnt")} == {None}
-    assert columns["forgetting"](lines["kfac"]).mean == 10
-    assert "forward transfer" not in columns  # untrained heads say nothing of what is known before a task is learnt
+    assert {shown[name](lines["single"]) for name in ("forgetting", "backward transfer", "as learnt")} == {None}
+    assert shown["forgetting"](lines["kfac"]).mean == 10
+    assert "forward transfer" not in shown  # untrained heads say nothing of what is known before a task is learnt
 
 
 def test_what_was_known_from_the_start_is_not_read_as_learnt():
@@ -180,7 +185,7 @@ def matrix_axes(run, monkeypatch, tmp_path):
     monkeypatch.setitem(
         multiples.multiples.__globals__, "save", lambda canvas, *rest: kept.append(canvas) or saved(canvas, *rest)
     )
-    lines = [entry for entry in tables.entries([run]) if entry.reached and not entry.reference]
+    lines = [entry for entry in report_runs([run])[0].lines if entry.reached and not entry.reference]
     drawn = multiples.draw_matrices("matrices", lines, tmp_path)
     return drawn, kept[0].axes[0]
 
@@ -216,13 +221,13 @@ def test_permutations_keep_their_numbers():
         name: replace(line, jobs=[replace(job, tasks=[f"permutation {i}" for i in range(10)]) for job in line.jobs])
         for name, line in run.lines.items()
     }
-    assert all(entry.order is None for entry in tables.entries([replace(run, lines=lines)]))
+    assert all(entry.order is None for entry in report_runs([replace(run, lines=lines)])[0].lines)
 
 
 def test_ceilings_forget_nothing_in_figures(tmp_path, monkeypatch):
     for other in ("draw_matrices", "draw_training"):  # which other tests draw
         monkeypatch.setattr(figures, other, lambda key, *_: Plot(key, "", "", "", (), ()))
-    drawn = {figure.key: figure for figure in figures.draw_all([made_up.images()], tmp_path)}
+    drawn = {figure.key: figure for figure in figures.draw_all(report_runs([made_up.images()]), tmp_path)}
     labels = {key: {row[1] for row in drawn[key].rows} for key in ("accuracy", "accuracy-forgetting")}
     assert labels["accuracy"] - labels["accuracy-forgetting"] == {"a network of its own"}
 
@@ -242,7 +247,7 @@ def test_runs_of_the_same_images_with_other_seeds_are_pooled():
     (one,) = pooled([made_up.images(), other_seeds()])
     assert [job.seed for job in one.lines["xkfac"].jobs] == [0, 1, 2, 3]
     assert (one.folder, one.others) == ("runs/images", ("runs/others",))
-    row = by_label(image_tables.image_tables([one])[0])["XK-FAC"]
+    row = by_label(tables_of(one))["XK-FAC"]
     assert row.accuracies["tiny"].mean == (54 + 55 + 59 + 60) / 4
 
 
@@ -301,7 +306,7 @@ def with_inference(line, seed):
 
 def test_inferred_tasks_stand_under_their_names_whatever_the_order():
     run = made_up.images(*(with_inference("kfac", seed) for seed in (0, 1)), made_up.image_job("xkfac", 0))
-    html = image_tables.inference_table(tables.entries([run])).html()
+    html = image_tables.inference_table(report_runs([run])[0].lines).html()
     rows = html.split("<tr>")
     assert len(rows) == 2 + 4  # the heads, and the tasks of the one line that has task-specific layers
     (cars,) = (row for row in rows if "K-FAC: cars" in row)
@@ -312,14 +317,14 @@ def test_inferred_tasks_stand_under_their_names_whatever_the_order():
 
 
 def test_many_tasks_are_inferred_in_one_row_per_line_and_none_without_task_specific_layers():
-    assert image_tables.inference_table(tables.entries([made_up.images()])).blocks == [[]]
+    assert image_tables.inference_table(report_runs([made_up.images()])[0].lines).blocks == [[]]
     job = with_inference("kfac", 0)
     many = [f"task {place}" for place in range(13)]
     taken = [[100.0 if row == column else 0.0 for column in range(13)] for row in range(13)]
     taken[0][0] = 87.0
     inference = [{"given": 90.0, "inferred": 80.0, "taken": row} for row in taken]
     run = made_up.images(replace(job, tasks=many, inference=inference))
-    html = image_tables.inference_table(tables.entries([run])).html()
+    html = image_tables.inference_table(report_runs([run])[0].lines).html()
     assert html.count("<tr>") == 2
     assert "task inferred right" in html
     assert "<td>99.0" in html

@@ -63,7 +63,9 @@ def test_a_job_that_is_killed_again_and_again_gives_the_numbers_of_an_unbroken_o
 
 def test_jobs_killed_at_random_moments_give_the_bits_of_unbroken_ones(tmp_path):
     """A handful of what benchmarks/kills.py does; the width is one whose products round by the address of a memory."""
-    made = small.recipe("defaults.widths=[8, 128]", "defaults.epochs=12")  # long beside the moments, on a fast machine too
+    made = small.recipe(
+        "defaults.widths=[8, 128]", "defaults.epochs=12"
+    )  # long beside the moments, on a fast machine too
     moments = random.Random(5)
     unbroken, run = small.make(tmp_path / "unbroken", made), small.make(tmp_path / "run", made)
     for name in ("xkfac", "balanced"):

@@ -375,7 +375,7 @@ def test_choices_and_points_are_checked_by_their_fields(tmp_path, name):
     entries = json.loads(path.read_text())
     for wrong in ({}, {**entries[0], "lr": "x"}, {**entries[0], "more": 1}, 3):
         path.write_text(json.dumps([entries[0], wrong]))
-        with pytest.raises(ValueError, match=rf"{name}' cannot be read \(entry 2: .*'xkfac resume .*' writes it anew"):
+        with pytest.raises(ValueError, match=rf"{name}' cannot be read \(.*entry 2 .*'xkfac resume .*' writes it anew"):
             read_tuned(run)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_RECORD, read_json, reason
 from xkfac.experiments.records import CHOSEN
-from xkfac.experiments.report.markup import Cell, Row, Table
+from xkfac.experiments.report.tables import Cell, Row, Table
 from xkfac.experiments.runs.results import RunResults
 from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, Point, choice_cells
 from xkfac.plain_values import from_plain
@@ -47,21 +47,10 @@ def read_tuned(run: RunResults) -> Tuned | None:
 
 def _entries(path: Path, kind: Any) -> list[Any]:
     try:
-        found = read_json(path, LARGEST_RECORD)
+        found = from_plain(list[Any], read_json(path, LARGEST_RECORD), "it")
+        return [from_plain(kind, entry, f"entry {number}") for number, entry in enumerate(found, 1)]
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise _damaged(path, reason(error)) from None
-    if not isinstance(found, list):
-        raise _damaged(path, "it holds no list")
-    entries = []
-    for number, entry in enumerate(found, 1):
-        try:
-            entries.append(from_plain(kind, entry, "it"))
-        except ValueError as error:
-            raise _damaged(path, f"entry {number}: {error}") from None
-    return entries
-
-
-def _damaged(path: Path, why: object) -> XkfacError:
-    return XkfacError(f"'{path}' cannot be read ({why}); 'xkfac resume {path.parent}' writes it anew")
+        why = reason(error)
+        raise XkfacError(f"'{path}' cannot be read ({why}); 'xkfac resume {path.parent}' writes it anew") from None

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xkfac.experiments.report.markup import Cell, Row, Table
-from xkfac.experiments.report.tables import NOTHING, ReportLine, entries, printable
-from xkfac.experiments.runs.results import RunResults, Spread
+from xkfac.experiments.report.lines import ReportLine, ReportRun
+from xkfac.experiments.report.tables import NOTHING, Cell, Row, Table, decimal, printable
+from xkfac.experiments.runs.results import Spread
 
 CAPTION = (
     "Average accuracy in % of the lines that several runs have, after as many tasks as both reached; differences "
@@ -34,10 +34,10 @@ class Comparison:
     high: float
 
 
-def compare(runs: Sequence[RunResults]) -> list[Comparison]:
+def compare(runs: Sequence[ReportRun]) -> list[Comparison]:
     """Return how lines that several runs have differ: each later run against the first that has the line."""
     by_name: dict[str, list[ReportLine]] = {}
-    for entry in entries(runs):
+    for entry in (entry for run in runs for entry in run.lines):
         by_name.setdefault(entry.name, []).append(entry)
     compared = []
     for first, second in ((same[0], other) for same in by_name.values() for other in same[1:]):
@@ -52,8 +52,8 @@ def compare(runs: Sequence[RunResults]) -> list[Comparison]:
     return compared
 
 
-def welch(a: Spread, b: Spread, level: float = 0.95) -> tuple[float, float]:
-    """Return the standard error of a difference of means and half of Welch's confidence interval."""
+def welch(a: Spread, b: Spread) -> tuple[float, float]:
+    """Return the standard error of a difference of means and half of Welch's 95% confidence interval."""
     from scipy.special import stdtrit  # type: ignore[import-untyped]  # here: the rest of the module needs no scipy
 
     parts = [value.deviation**2 / value.count for value in (a, b)]
@@ -61,21 +61,18 @@ def welch(a: Spread, b: Spread, level: float = 0.95) -> tuple[float, float]:
     if math.isnan(error) or error == 0:
         return error, error
     freedom = sum(parts) ** 2 / sum(part**2 / (v.count - 1) for part, v in zip(parts, (a, b), strict=True))
-    return error, error * float(stdtrit(freedom, (1 + level) / 2))
+    return error, error * float(stdtrit(freedom, 0.975))
 
 
 def comparison_table(compared: Sequence[Comparison]) -> Table:
     """Return the differences as a table."""
-
-    def written(value: float, form: str = "+.2f") -> str:
-        return NOTHING if math.isnan(value) else format(value, form).replace("-", "−")  # noqa: RUF001
-
     rows = []
     for each in compared:
-        interval = NOTHING if math.isnan(each.low) else f"{written(each.low)} to {written(each.high)}"
+        difference, low, high = (decimal(value, "+.2f") for value in (each.difference, each.low, each.high))
+        interval = NOTHING if math.isnan(each.low) else f"{low} to {high}"
         clear = each.low > 0 or each.high < 0
-        cells = [Cell(str(each.tasks)), Cell(each.first), Cell(each.second), Cell(written(each.difference), best=clear)]
-        cells += [Cell(written(each.error, ".2f")), Cell(interval)]
+        cells = [Cell(str(each.tasks)), Cell(each.first), Cell(each.second), Cell(difference, best=clear)]
+        cells += [Cell(decimal(each.error)), Cell(interval)]
         rows.append(Row(each.label, cells, below=f"{each.runs[1]} against {each.runs[0]}"))
     heads = ("line", "tasks", "first run", "second run", "difference", "standard error", "95% interval")
     return Table("Table of differences", CAPTION, heads, [rows])

@@ -81,7 +81,7 @@ def curves(
             axes = canvas.add_subplot(len(panels), 1, position)
             fill(axes)
             axes.set(title=f"The {part} part, enlarged" if part else "", **limits)
-        handles = [Line2D([], [], label=shortened(label, 60), **style.plot) for label, style in legend]
+        handles = [Line2D([], [], label=shortened(label, 60), **style) for label, style in legend]
         canvas.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, handlelength=3.4)
         return save(canvas, plot, folder)
 

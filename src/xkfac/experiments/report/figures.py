@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,13 +13,14 @@ from matplotlib.axes import Axes
 from xkfac.experiments.recipes.parsing import LONGEST_NAME
 from xkfac.experiments.recipes.recipe import Figure
 from xkfac.experiments.report.drawing import SPREAD, Plot, curves, whole_ticks
+from xkfac.experiments.report.lines import Curve, ReportLine, ReportRun
 from xkfac.experiments.report.multiples import draw_matrices, draw_training
 from xkfac.experiments.report.scatter import SCATTER, draw_scatter
 from xkfac.experiments.report.styles import Style, style_of
-from xkfac.experiments.report.tables import Curve, ReportLine, entries, entries_by_run, number, printable, spread_cells
+from xkfac.experiments.report.tables import number, printable, spread_cells
 from xkfac.experiments.report.tradeoff_figure import TRADEOFF, draw_tradeoff
-from xkfac.experiments.report.tradeoff_tables import tradeoffs
-from xkfac.experiments.runs.results import JobResult, RunResults, Spread
+from xkfac.experiments.report.tradeoff_tables import Tradeoffs
+from xkfac.experiments.runs.results import JobResult, Spread
 from xkfac.experiments.tuning.trials import Point
 
 _HEADER = ("line", "label", "tasks", *SPREAD)
@@ -28,22 +28,24 @@ _TABLES = ("summary", "accuracies", "areas")  # those CSV files are of tables
 
 
 def draw_all(
-    runs: Sequence[RunResults], folder: Path, tuned: Mapping[str, Sequence[Point]] | None = None
+    runs: Sequence[ReportRun],
+    folder: Path,
+    swept: Sequence[Tradeoffs] = (),
+    tuned: Mapping[str, Sequence[Point]] | None = None,
 ) -> list[Plot]:
     """Draw all figures of some runs into a folder, which is made if need be.
 
-    tuned: what the settings reached that a tuning tried, by the name of its run.
+    swept: the trade-off curves of the runs that have some. tuned: what the settings reached that a tuning tried, by the
+    name of its run.
     """
-    lines = entries(runs)
     drawn = []
     keys = set(_TABLES)
-    swept = tradeoffs(runs)
     for found in swept:
         title = f"{TRADEOFF}: {found.run}" if len(swept) > 1 else TRADEOFF
         drawn.append(draw_tradeoff(_file_name("tradeoff", keys), found, folder, title))
     # Lines of sweeps are points of that figure, and too many for others.
     points = {found.run for found in swept}
-    rest = [entry for entry in lines if not (entry.line.sweep and entry.run in points)]
+    rest = [entry for run in runs for entry in run.lines if not (entry.line.sweep and run.name in points)]
     figures = [(_file_name(key, keys), figure, shown) for key, figure, shown in _figures(runs, rest)]
     drawn += [_accuracy(name, figure, shown, folder) for name, figure, shown in figures]
     for name, figure, shown in figures:
@@ -64,14 +66,14 @@ def draw_all(
     return drawn
 
 
-def _figures(runs: Sequence[RunResults], must: Sequence[ReportLine]) -> list[tuple[str, Figure, list[ReportLine]]]:
+def _figures(runs: Sequence[ReportRun], must: Sequence[ReportLine]) -> list[tuple[str, Figure, list[ReportLine]]]:
     """Return the figures of all recipes, those of the same key as one, and one of `must` that are in none."""
     found: dict[str, Figure] = {}
     shown: dict[str, list[ReportLine]] = {}
-    for run, mine in zip(runs, entries_by_run(runs), strict=True):
+    for run in runs:
         for key, figure in run.recipe.figures.items():
             found.setdefault(key, replace(figure, title=printable(figure.title)))
-            shown.setdefault(key, []).extend(entry for entry in mine if entry.name in figure.lines)
+            shown.setdefault(key, []).extend(entry for entry in run.lines if entry.name in figure.lines)
     named = {entry.index for some in shown.values() for entry in some}
     others = [entry for entry in must if entry.index not in named]
     if others:
@@ -93,34 +95,28 @@ def _file_name(key: str, taken: set[str], ending: str = "") -> str:
 def _accuracy(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Plot:
     title = figure.title or f"Average accuracy, {key}"
     plot = Plot(key, title, figure.note, f"{title}: average accuracy in percent", _HEADER, ())
-    return _draw_curves(plot, _ranked(lines, JobResult.average_accuracy), "average accuracy (%)", folder, better=1)
+    return _draw_curves(plot, lines, JobResult.average_accuracy, "average accuracy (%)", folder, better=1)
 
 
 def _forgetting(key: str, figure: Figure, lines: Sequence[ReportLine], folder: Path) -> Plot:
     title = f"Forgetting: {figure.title}" if figure.title else "Forgetting"
     note = "How far accuracy on earlier tasks is below its best so far, on average, in percentage points."
     plot = Plot(key, title, note, f"{title}: points lost on earlier tasks", _HEADER, ())
-    return _draw_curves(plot, _ranked(lines, JobResult.forgetting), "forgetting (points)", folder, better=-1)
+    return _draw_curves(plot, lines, JobResult.forgetting, "forgetting (points)", folder, better=-1)
 
 
-_Curves = list[tuple[ReportLine, list[tuple[int, Spread]]]]
+_Points = list[tuple[int, Spread]]
 
 
-def _ranked(lines: Sequence[ReportLine], of: Curve) -> _Curves:
-    """Return the curves of lines, the one that ends highest first, as their ends stand in the plot."""
-    curves = [(entry, entry.curve(of)) for entry in lines]
-    return sorted(curves, key=lambda pair: -pair[1][-1][1].mean if pair[1] else math.inf)
-
-
-def _zoom(curves: _Curves, better: int) -> tuple[float, float] | None:
+def _zoom(curves: Sequence[_Points], better: int) -> tuple[float, float] | None:
     """Return the range of the better half of the lines where worse ones leave it too small a part of the plot.
 
     better: 1 where more is better, -1 where less is.
     """
-    worst = sorted(min(better * value.mean for _, value in curve) for _, curve in curves if curve)
+    worst = sorted(min(better * value.mean for _, value in curve) for curve in curves if curve)
     if len(worst) < 3:
         return None
-    top = max(better * value.mean for _, curve in curves for _, value in curve)
+    top = max(better * value.mean for curve in curves for _, value in curve)
     low = statistics.median_low(worst)
     if not 0 < top - low < 0.4 * (top - worst[0]):
         return None
@@ -129,14 +125,19 @@ def _zoom(curves: _Curves, better: int) -> tuple[float, float] | None:
     return first, last
 
 
-def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better: int) -> Plot:
-    zoom = _zoom(lines, better)
-    longest = max((count for _, curve in lines for count, _ in curve), default=1)
-    styles = {entry.index: style_of(entry.index, entry.hue, entry.line) for entry, _ in lines}
+def _draw_curves(plot: Plot, lines: Sequence[ReportLine], of: Curve, what: str, folder: Path, *, better: int) -> Plot:
+    shown = [(entry, entry.curve(of), style_of(entry.index, entry.hue, entry.line)) for entry in lines]
+    rows = [
+        [entry.name, entry.label, count, *spread_cells(value)] for entry, curve, _ in shown for count, value in curve
+    ]
+    # The legend has them as their ends stand in the plot.
+    shown.sort(key=lambda each: -each[1][-1][1].mean if each[1] else math.inf)
+    zoom = _zoom([curve for _, curve, _ in shown], better)
+    longest = max((count for _, curve, _ in shown for count, _ in curve), default=1)
 
     def fill(axes: Axes) -> None:
-        for entry, curve in lines:
-            _draw_curve(axes, entry, curve, styles[entry.index], longest)
+        for entry, curve, style in shown:
+            _draw_curve(axes, entry, curve, style, longest)
         axes.set_xlabel("number of tasks learnt")
         axes.set_xlim(1 - 0.02 * longest, longest + 0.03 * longest)
         axes.set_xticks(whole_ticks(longest, 8))
@@ -145,21 +146,16 @@ def _draw_curves(plot: Plot, lines: _Curves, what: str, folder: Path, *, better:
         if better < 0 and axes.get_ylim()[0] > 0:
             axes.set_ylim(0, None)
 
-    ends = [number(curve[-1][1] if curve else None) for _, curve in lines]
-    legend = [(f"{entry.label}  {end}", styles[entry.index]) for (entry, _), end in zip(lines, ends, strict=True)]
-    said = "; ".join(f"{entry.label} {end}" for (entry, _), end in zip(lines, ends, strict=True))
-    rows = [
-        [entry.name, entry.label, count, *spread_cells(value)]
-        for entry, curve in sorted(lines, key=lambda pair: pair[0].index)
-        for count, value in curve
-    ]
+    ends = [(entry.label, number(curve[-1][1] if curve else None), style) for entry, curve, style in shown]
+    legend = [(f"{label}  {end}", style) for label, end, style in ends]
+    said = "; ".join(f"{label} {end}" for label, end, _ in ends)
     plot = replace(plot, alt=f"{plot.alt} against the number of tasks learnt. At the end: {said}.", rows=rows)
     part = "upper" if better > 0 else "lower"
     return curves(plot, fill, legend, 4.4, folder, None if zoom is None else (part, {"ylim": zoom}))
 
 
-def _draw_curve(axes: Axes, entry: ReportLine, curve: Sequence[tuple[int, Spread]], style: Style, longest: int) -> None:
-    counts = [count for count, _ in curve]
+def _draw_curve(axes: Axes, entry: ReportLine, curve: _Points, style: Style, longest: int) -> None:
+    colour, counts = style["color"], [count for count, _ in curve]
     means = np.array([value.mean for _, value in curve])
     deviations = np.nan_to_num([value.deviation for _, value in curve])
     if not counts:
@@ -169,14 +165,14 @@ def _draw_curve(axes: Axes, entry: ReportLine, curve: Sequence[tuple[int, Spread
     every = (min(entry.index % step, len(counts) - 1), step)
     if entry.reference:
         every = (0, 1)
-        axes.errorbar(counts, means, deviations, fmt="none", ecolor=style.colour, elinewidth=1, capsize=2)
+        axes.errorbar(counts, means, deviations, fmt="none", ecolor=colour, elinewidth=1, capsize=2)
         if len(counts) == 1:
-            axes.axhline(means[0], color=style.colour, linestyle=(0, (4, 4)), linewidth=1)
+            axes.axhline(means[0], color=colour, linestyle=(0, (4, 4)), linewidth=1)
     elif np.any(deviations > 0):
-        axes.fill_between(counts, means - deviations, means + deviations, color=style.colour, alpha=0.16, linewidth=0)
-    axes.plot(counts, means, markevery=every, **style.plot)
+        axes.fill_between(counts, means - deviations, means + deviations, color=colour, alpha=0.16, linewidth=0)
+    axes.plot(counts, means, markevery=every, **style)
     for before in set(entry.diverged):
         place = np.searchsorted(counts, before, side="right") - 1
         if place >= 0:
-            cross: dict[str, Any] = {"color": style.colour, "markersize": 11, "markeredgewidth": 2.6, "zorder": 5}
+            cross: Style = {"color": colour, "markersize": 11, "markeredgewidth": 2.6, "zorder": 5}
             axes.plot(counts[place], means[place], "x", **cross)

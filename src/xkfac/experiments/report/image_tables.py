@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from xkfac.experiments.recipes.recipe import SINGLE, Line
-from xkfac.experiments.report.markup import Cell, Row, Table
-from xkfac.experiments.report.tables import ReportLine, best_places, csv_text, entries_by_run, printable, spread_cells
-from xkfac.experiments.runs.results import JobResult, RunResults, Spread, spread
+from xkfac.experiments.report.lines import ReportLine, ReportRun
+from xkfac.experiments.report.tables import Cell, Row, Table, best_places, csv_text, printable, spread_cells
+from xkfac.experiments.runs.results import JobResult, Spread, spread
 
 MOST_SHOWN = 12  # tasks up to which a table says what images of each are taken for
 _FACTS = {"active_bn": "active BN", "valid_curvature": "valid curvature", "balanced": "adaptive α"}  # noqa: RUF001
@@ -53,16 +53,13 @@ class ImageTables:
         return [of for of in self.lines if not of.entry.reference and of.accuracies]
 
 
-def image_tables(runs: Sequence[RunResults]) -> list[ImageTables | None]:
-    """Return the tables of each run; None for one that has no images, or no repeat that has learnt all its tasks."""
-    found: list[ImageTables | None] = []
-    for run, mine in zip(runs, entries_by_run(runs), strict=True):
-        whole = run.recipe.images is not None and any(map(_finals, mine))
-        source, *targets = run.recipe.tasks if whole else [""]
-        tops = ceilings(mine, targets)
-        lines = [_numbers(entry, source, targets, tops) for entry in mine]
-        found.append(ImageTables(source, lines) if whole else None)
-    return found
+def image_tables(run: ReportRun) -> ImageTables | None:
+    """Return the tables of a run; None for one that has no images, or no repeat that has learnt all its tasks."""
+    if run.recipe.images is None or not any(map(_finals, run.lines)):
+        return None
+    source, *targets = run.recipe.tasks
+    tops = ceilings(run.lines, targets)
+    return ImageTables(source, [_numbers(entry, source, targets, tops) for entry in run.lines])
 
 
 def ceilings(mine: Sequence[ReportLine], targets: Sequence[str]) -> dict[str, Ceiling]:
@@ -149,8 +146,8 @@ def accuracy_table(tables: ImageTables) -> Table:
 
 def _block(block: Sequence[LineNumbers], tasks: Sequence[str]) -> list[Row]:
     values = [[*map(of.accuracies.get, tasks), of.average] for of in block]
-    rivals = [place for place, of in enumerate(block) if not of.entry.reference and not of.entry.diverged]
-    best = [best_places({place: values[place][k] for place in rivals}, 2) for k in range(len(tasks) + 1)]
+    rivals = [mine if of.entry.competes else [None] * len(mine) for of, mine in zip(block, values, strict=True)]
+    best = [best_places(column, 2) for column in zip(*rivals, strict=True)]
     rows = []
     for place, (of, mine) in enumerate(zip(block, values, strict=True)):
         cells = [Cell("✓" if there else "") for there in facts_of(of.entry.line)]

@@ -15,8 +15,9 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 
 from xkfac.errors import shortened
 from xkfac.experiments.report.drawing import SPREAD, Plot, multiples, whole_ticks
+from xkfac.experiments.report.lines import ReportLine
 from xkfac.experiments.report.styles import PALETTE
-from xkfac.experiments.report.tables import ReportLine, printable, spread_cells
+from xkfac.experiments.report.tables import printable, spread_cells
 from xkfac.experiments.runs.results import Spread, spread
 
 _MATRIX, _TRAINING = (190, 190), (330, 200)

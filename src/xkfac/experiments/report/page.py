@@ -13,9 +13,9 @@ from xkfac.experiments.report.choices import read_tuned
 from xkfac.experiments.report.comparison import compare, comparison_table
 from xkfac.experiments.report.figures import draw_all
 from xkfac.experiments.report.image_tables import accuracy_table, image_tables, inference_table, share_table, tables_csv
-from xkfac.experiments.report.markup import counted, rendered
-from xkfac.experiments.report.summary import summary
-from xkfac.experiments.report.tables import ReportLine, columns, entries, furthest, run_names, started, summary_csv
+from xkfac.experiments.report.lines import ReportLine, ReportRun, furthest, report_runs, started
+from xkfac.experiments.report.summary import columns, summary, summary_csv
+from xkfac.experiments.report.tables import counted, rendered
 from xkfac.experiments.report.tradeoff_tables import tradeoff_table, tradeoffs, tradeoffs_csv
 from xkfac.experiments.runs.results import RunResults
 
@@ -29,14 +29,16 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> tuple[Path, list[P
     """
     figures = folder / _FIGURES
     check_path(figures / "accuracies.csv")
-    lines, names = entries(runs), run_names(runs)
+    reported = report_runs(runs)
+    lines = [line for run in reported for line in run.lines]
     if not any(line.results.jobs for line in lines):
-        what = ", ".join(f"'{name}'" for name in names) or "no run at all"
+        what = ", ".join(f"'{run.name}'" for run in reported) or "no run at all"
         raise XkfacError(f"there is nothing to report on yet ({what}); wait until the first task is learnt")
-    tuned = {name: of for run, name in zip(runs, names, strict=True) if (of := read_tuned(run)) is not None}
-    images = {name: of for name, of in zip(names, image_tables(runs), strict=True) if of is not None}
-    curves, compared = tradeoffs(runs), compare(runs)
-    plots = draw_all(runs, figures, {name: of.points for name, of in tuned.items()})
+    tuned = {run.name: of for run in reported if (of := read_tuned(run.results)) is not None}
+    images = {run.name: tables for run in reported if (tables := image_tables(run)) is not None}
+    curves = [*filter(None, map(tradeoffs, reported))]
+    compared = compare(reported)
+    plots = draw_all(reported, figures, curves, {name: of.points for name, of in tuned.items()})
     write_file(figures / "summary.csv", summary_csv(lines).encode())
     if images:
         write_file(figures / "accuracies.csv", tables_csv(images.values()).encode())
@@ -49,7 +51,7 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> tuple[Path, list[P
         title=" and ".join(dict.fromkeys(run.recipe.title or run.recipe.name for run in runs)),
         described=dict.fromkeys(run.recipe.description for run in runs if run.recipe.description),
         top=_headline(lines),
-        runs=[_facts(run, name, len(runs) > 1) for run, name in zip(runs, names, strict=True)],
+        runs=[_facts(run) for run in reported],
         tradeoffs=[{"run": found.run, "table": tradeoff_table(found)} for found in curves],
         images={name: [accuracy_table(of), *([share_table(of)] if of.learnt else [])] for name, of in images.items()},
         summary=summary(lines),
@@ -60,7 +62,7 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> tuple[Path, list[P
         hollow=own if methods == {SINGLE} else "joint training, where it was measured",
         plots=plots,
         figures=_FIGURES,
-        **_settings(runs, lines),
+        **_settings(reported),
     )
     write_file(folder / "report.html", page.encode())
     return folder / "report.html", [figures / f"{plot.key}.png" for plot in plots]
@@ -69,7 +71,7 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> tuple[Path, list[P
 def _headline(lines: Sequence[ReportLine]) -> dict[str, Any] | None:
     """Return what the first sentence says: which line keeps most after the most tasks, beside a reference."""
     most = furthest(lines)
-    rivals = [e for e in lines if e.final and e.reached == most and not e.reference and not e.diverged]
+    rivals = [line for line in lines if line.final and line.reached == most and line.competes]
     if not rivals:
         return None
     top = max(rivals, key=lambda line: line.averages[most].mean)
@@ -83,12 +85,13 @@ def _headline(lines: Sequence[ReportLine]) -> dict[str, Any] | None:
     return {"line": top, "when": when, "rivals": len(rivals), "reference": reference}
 
 
-def _facts(run: RunResults, name: str, several: bool) -> dict[str, Any]:
+def _facts(run: ReportRun) -> dict[str, Any]:
     """Return what a run is, how far it is, and where its numbers come from."""
-    jobs = [job for line in run.lines.values() for job in line.jobs]
+    planned = [line.jobs for line in run.results.lines.values()]
+    jobs = [job for of in planned for job in of]
     done = sum(job.done or job.diverged is not None for job in jobs)
     going = sum(started(job) and not job.done and job.diverged is None for job in jobs)
-    counts = sorted({len(line.jobs) for line in run.lines.values()}) or [0]
+    counts = sorted({*map(len, planned)}) or [0]
     repeats = counted(counts[0], "repeat") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats"
     world = f"{_world(run.recipe)}, {counted(len(run.recipe.lines), 'line')}, {repeats}"
     measure = (run.recipe.images or run.recipe.data).measure
@@ -96,11 +99,10 @@ def _facts(run: RunResults, name: str, several: bool) -> dict[str, Any]:
     seeds = run.recipe.seeds
     said_seeds = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])
     return {
-        "name": name,
-        "before": f"{name}: " if several else "",
+        "name": run.name,
         "world": world if measure == "test" else f"{world}, measured on the {measure} split",
         "progress": f"in progress: {done} of {counted(len(jobs), 'job')} done, {to_come}" if done < len(jobs) else "",
-        "facts": {"run": name, "seeds": said_seeds, **run.provenance},
+        "facts": {"run": run.name, "seeds": said_seeds, **run.results.provenance},
         "recipe": run.recipe.to_toml(),
     }
 
@@ -115,7 +117,7 @@ def _world(recipe: Recipe) -> str:
     return f"{recipe.images.model} at {recipe.images.pixels} pixels, from {source} to {', '.join(targets)}{how}"
 
 
-def _settings(runs: Iterable[RunResults], lines: Iterable[ReportLine]) -> dict[str, Any]:
+def _settings(runs: Iterable[ReportRun]) -> dict[str, Any]:
     """Return the settings that are the same in all lines that have them, if these are several, and those of each."""
     # The recipe's text has the keys that have an effect on a line, and no others.
     tables = [of for run in runs for of in tomllib.loads(run.recipe.to_toml())["lines"].values()]
@@ -125,5 +127,6 @@ def _settings(runs: Iterable[RunResults], lines: Iterable[ReportLine]) -> dict[s
     values = {key: [of[key] for of in settings if key in of] for key in keys}
     common = {key: v[0] for key, v in values.items() if len(set(v)) == 1 and (len(v) > 1 or len(settings) == 1)}
     own = [{key: value for key, value in of.items() if key not in common} for of in settings]
+    lines = (line for run in runs for line in run.lines)
     each = [(line, {"name": line.name, **of}) for line, of in zip(lines, own, strict=True)]
     return {"common": common, "lines": each}

@@ -4,6 +4,7 @@ Hyperparameters are chosen by what a target task shows, without source data. Tha
 better on the target are better on all tasks: as far as the two accuracies rank settings alike.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
@@ -16,17 +17,14 @@ from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
 from xkfac.errors import shortened
 from xkfac.experiments.report.drawing import Plot, multiples
-from xkfac.experiments.report.styles import INK, MARKERS, PALETTE, SOFT, Style
-from xkfac.experiments.report.tables import NOTHING, printable
+from xkfac.experiments.report.styles import INK, MARKERS, PALETTE, SOFT, Style, filled
+from xkfac.experiments.report.tables import decimal, printable
 from xkfac.experiments.tuning.trials import Point
 
 SCATTER = "Accuracy on the target against the average over tasks so far"
 _SIZE = (260, 230)
 _ROWS = {True: "with α", False: "without α"}  # noqa: RUF001, the paper's letter
-_RING: dict[str, Any] = {
-    **{"color": INK, "linestyle": "none", "marker": "o"},
-    **{"markersize": 12, "markerfacecolor": "none", "markeredgewidth": 1.4},
-}
+_RING: Style = {**filled(INK, "o", 12), "linestyle": "none", "markerfacecolor": "none", "markeredgewidth": 1.4}
 
 
 def rank_correlation(points: Sequence[Point]) -> float | None:
@@ -53,9 +51,8 @@ def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = S
         for task in tasks
     }
     labels = dict.fromkeys(point.label for point in points)
-    styles = {
-        label: Style(PALETTE[i % len(PALETTE)], (), MARKERS[i % len(MARKERS)], 6.0) for i, label in enumerate(labels)
-    }
+    looks = zip(itertools.cycle(PALETTE), itertools.cycle(MARKERS), strict=False)
+    styles = {label: filled(*look) | {"linestyle": "none"} for label, look in zip(labels, looks, strict=False)}
     limits = [_limits([p for p in _measured(points) if p.task == task]) for task in tasks]
 
     def fill(axes: Axes, position: int) -> None:
@@ -68,9 +65,8 @@ def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = S
         axes.grid(axis="both")
 
     def finish(canvas: Canvas) -> None:
-        looks = {printable(label): style.plot | {"linestyle": "none"} for label, style in styles.items()}
-        looks["chosen"] = _RING
-        handles = [Line2D([], [], label=shortened(label, 60), **look) for label, look in looks.items()]
+        shown = {printable(label): style for label, style in styles.items()} | {"chosen": _RING}
+        handles = [Line2D([], [], label=shortened(label, 60), **style) for label, style in shown.items()]
         canvas.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5))
 
     alt = f"{title}. " + " ".join(f"{name}: {_said(shown)}." for name, shown in panels.items())
@@ -95,10 +91,10 @@ def _limits(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
 
 
 def _draw_points(axes: Axes, points: Sequence[Point], styles: dict[str, Style]) -> None:
-    looks = [({"alpha": 0.85, **style.plot, "linestyle": "none"}, label) for label, style in styles.items()]
-    for look, label in (*looks, ({"zorder": 4, **_RING}, None)):
-        some: list[Any] = [p for p in _measured(points) if (p.chosen if label is None else p.label == label)]
-        axes.plot([p.target for p in some], [p.average for p in some], **look)
+    some: Sequence[Any] = _measured(points)
+    shown = [([p for p in some if p.label == label], {"alpha": 0.85, **style}) for label, style in styles.items()]
+    for of, style in (*shown, ([p for p in some if p.chosen], {"zorder": 4, **_RING})):
+        axes.plot([p.target for p in of], [p.average for p in of], **style)
 
 
 def _write_correlations(axes: Axes, points: Sequence[Point], styles: dict[str, Style]) -> None:
@@ -107,18 +103,14 @@ def _write_correlations(axes: Axes, points: Sequence[Point], styles: dict[str, S
     there = [label for label in styles if any(point.label == label for point in points)]
     by_label = {label: rank_correlation([p for p in points if p.label == label]) for label in there}
     several = {label: value for label, value in by_label.items() if value is not None and len(by_label) > 1}
-    texts = [(f"{'all ' if len(by_label) > 1 else ''}ρ = {_rounded(every)}", INK)]  # noqa: RUF001
+    texts = [(f"{'all ' if len(by_label) > 1 else ''}ρ = {decimal(every)}", INK)]  # noqa: RUF001
     texts += [
-        (f"{shortened(printable(label), 24)} ρ = {_rounded(value)}", styles[label].colour)  # noqa: RUF001
+        (f"{shortened(printable(label), 24)} ρ = {decimal(value)}", styles[label]["color"])  # noqa: RUF001
         for label, value in several.items()
     ]
     for place, (text, colour) in enumerate(texts if _measured(points) else [("no results", SOFT)]):
         where: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset fontsize", "va": "top"}
         axes.annotate(text, (0.03, 0.97), (0, -1.25 * place), color=colour, **where)
-
-
-def _rounded(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.2f}".replace("-", "−")  # noqa: RUF001
 
 
 def _said(points: Sequence[Point]) -> str:

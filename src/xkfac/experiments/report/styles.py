@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -25,39 +24,13 @@ _SIZES = {"*": 1.35, "D": 0.85, "P": 1.1}
 _VARIABLES = {"#ffffff": "var(--paper)", INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--grid)"} | {
     hue: f"var(--hue-{i})" for i, hue in enumerate(PALETTE)
 }
-DASHES: dict[str, tuple[float, ...]] = {
-    "xkfac": (),
-    "corrected": (),
-    "kfac": (5.0, 2.2),
-    "diagonal": (1.4, 1.6),
-    "none": (7.0, 2.0, 1.4, 2.0),
-    "reference": (1.0, 3.0),
-}
+# Ink and gap in widths of the line, by the kind of curvature; lines of other kinds are solid.
+_DASHES = {"kfac": (0, (5.0, 2.2)), "diagonal": (0, (1.4, 1.6)), "none": (0, (7.0, 2.0, 1.4, 2.0))}
+DOTTED = (0, (1.0, 3.0))
 
-
-@dataclass(frozen=True)
-class Style:
-    """How a line is drawn. dash: ink and gap in widths of the line, nothing for a solid one. size: of the marker."""
-
-    colour: str
-    dash: tuple[float, ...]
-    marker: str
-    size: float
-    hollow: bool = False
-
-    @property
-    def plot(self) -> dict[str, Any]:
-        """The arguments of matplotlib's `plot`."""
-        face = "none" if self.hollow else self.colour
-        dashes: Any = (0, self.dash) if self.dash else "solid"
-        return {
-            "color": self.colour,
-            "linestyle": dashes,
-            "marker": self.marker,
-            "markersize": self.size,
-            "markerfacecolor": face,
-            "markeredgewidth": 1.3 if self.hollow else 0.0,
-        }
+Style = dict[str, Any]
+"""How a line is drawn: arguments of matplotlib's `plot`."""
+HOLLOW: Style = {"markerfacecolor": "none", "markeredgewidth": 1.3}
 
 
 def style_of(index: int, hue: int, line: Line) -> Style:
@@ -65,10 +38,15 @@ def style_of(index: int, hue: int, line: Line) -> Style:
     marker = MARKERS[index % len(MARKERS)]
     size = 6.0 * _SIZES.get(marker, 1.0)
     if line.method in UNPROTECTED:
-        return Style(INK, DASHES["reference"], marker, size + 1, hollow=True)
+        return {"color": INK, "linestyle": DOTTED, "marker": marker, "markersize": size + 1, **HOLLOW}
     method = line.resolved_method()
-    kind = method.settings.kind if method.penalised else "none"
-    return Style(PALETTE[hue % len(PALETTE)], DASHES.get(kind, ()), marker, size)
+    dashes = _DASHES.get(method.settings.kind if method.penalised else "none", "solid")
+    return filled(PALETTE[hue % len(PALETTE)], marker, size) | {"linestyle": dashes}
+
+
+def filled(colour: str, marker: str, size: float = 6.0) -> Style:
+    """Return the style of filled markers."""
+    return {"color": colour, "marker": marker, "markersize": size, "markeredgewidth": 0.0}
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The figure of trade-off curves: source kept against target learnt, one curve per method, one marker per value."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from xkfac.experiments.report.drawing import Limits, Plot, curves
-from xkfac.experiments.report.styles import INK, Style, style_of
-from xkfac.experiments.report.tables import HUES, number, spread_cells
+from xkfac.experiments.report.lines import HUES
+from xkfac.experiments.report.styles import DOTTED, HOLLOW, INK, Style, style_of
+from xkfac.experiments.report.tables import number, spread_cells
 from xkfac.experiments.report.tradeoff_tables import Tradeoff, Tradeoffs, in_percent, reach
 from xkfac.experiments.runs.results import Spread
 
@@ -52,7 +52,7 @@ def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOF
             _draw(axes, points, style)
         # What the source network has of the source, and what networks of their own have of the targets.
         for draw in (axes.axvline, *([axes.axhline] if found.tops else [])):
-            draw(100, color=INK, linestyle=(0, (1.0, 3.0)), linewidth=1, zorder=0)
+            draw(100, color=INK, linestyle=DOTTED, linewidth=1, zorder=0)
         axes.set_xlabel(f"{found.source} kept (%)")
         axes.set_ylabel(what)
         axes.grid()
@@ -74,15 +74,15 @@ def _rows(found: Tradeoffs) -> list[list[Any]]:
 def _style(place: int, curve: Tradeoff) -> Style:
     """Return the style of a curve: dashes tell the kind of curvature, colour and marker the method."""
     style = style_of(place, place % HUES, curve.points[0].entry.line)
-    return style if curve.key else replace(style, size=1.4 * style.size, hollow=True)
+    return style if curve.key else style | HOLLOW | {"markersize": 1.4 * style["markersize"]}
 
 
 def _draw(axes: Axes, points: _Placed, style: Style) -> None:
     x, y = ([spread.mean for spread in of] for of in zip(*points, strict=True)) if points else ([], [])
     bars = [np.nan_to_num([pair[axis].deviation for pair in points]) for axis in (0, 1)]
     if any(bar.any() for bar in bars):
-        axes.errorbar(x, y, bars[1], bars[0], fmt="none", ecolor=style.colour, elinewidth=0.8, alpha=0.6)
-    axes.plot(x, y, **style.plot)
+        axes.errorbar(x, y, bars[1], bars[0], fmt="none", ecolor=style["color"], elinewidth=0.8, alpha=0.6)
+    axes.plot(x, y, **style)
 
 
 def _enlarged(placed: Sequence[_Placed]) -> tuple[str, Limits] | None:

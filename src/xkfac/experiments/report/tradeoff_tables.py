@@ -22,9 +22,9 @@ from statistics import fmean
 from typing import Any
 
 from xkfac.experiments.report.image_tables import Ceiling, ceilings
-from xkfac.experiments.report.markup import Cell, Row, Table
-from xkfac.experiments.report.tables import ReportLine, csv_text, entries_by_run, number, spread_cells
-from xkfac.experiments.runs.results import JobResult, RunResults, Spread, spread
+from xkfac.experiments.report.lines import ReportLine, ReportRun
+from xkfac.experiments.report.tables import Cell, Row, Table, csv_text, number, spread_cells
+from xkfac.experiments.runs.results import JobResult, Spread, spread
 
 LEVELS = (0.9, 0.97)
 
@@ -48,7 +48,7 @@ def _strip(curve: Sequence[Point], low: float, high: float) -> float:
     """Return the area between neighbouring points: that below a constant and straight lines, whichever is highest."""
     level = reach(curve, high)
     assert level is not None  # some point keeps at least `high`
-    across = [pair for pair in pairwise(curve) if min(pair)[0] <= low and high <= max(pair)[0] and low < high]
+    across = [pair for pair in pairwise(curve) if min(pair)[0] <= low and high <= max(pair)[0]]
     lines = [(level, level), *((_height(*pair, low), _height(*pair, high)) for pair in across)]
     # Lines are pairs of heights at both ends; where two cross, the higher one changes.
     crossings = [0.0, 1.0]
@@ -142,20 +142,16 @@ class Tradeoffs:
         return f"{targets}, share of {whose}" if self.tops else f"{targets}, accuracy"
 
 
-def tradeoffs(runs: Sequence[RunResults]) -> list[Tradeoffs]:
-    """Return the trade-off curves of each run that has sweeps of which something is measured."""
-    return [found for mine in entries_by_run(runs) if (found := _tradeoffs(mine)) is not None]
-
-
-def _tradeoffs(mine: Sequence[ReportLine]) -> Tradeoffs | None:
-    competing = [entry for entry in mine if not entry.reference]
+def tradeoffs(run: ReportRun) -> Tradeoffs | None:
+    """Return the trade-off curves of a run; None for one that has no sweeps of which something is measured."""
+    competing = [entry for entry in run.lines if not entry.reference]
     done = [job for entry in competing for job in entry.results.jobs if job.final() and len(job.tasks) > 1]
-    if not done or not any(entry.line.sweep for entry in competing):
+    if not done:
         return None
     source = done[0].tasks[0]
     targets = list(dict.fromkeys(task for job in done for task in job.tasks[1:]))
-    tops = ceilings(mine, targets)
-    tops = tops if set(tops) == set(targets) else {}
+    tops = ceilings(run.lines, targets)
+    tops = tops if len(tops) == len(targets) else {}
     groups: dict[str, list[SweepPoint]] = {}
     for entry in competing:
         name = entry.line.sweep.get("line", entry.name)
@@ -170,7 +166,7 @@ def _tradeoffs(mine: Sequence[ReportLine]) -> Tradeoffs | None:
     if not curves:
         return None
     alone = [each for each in sweeps if not each.key and each.points[0].by_seed]
-    return Tradeoffs(mine[0].run, source, targets, curves, alone, tops)
+    return Tradeoffs(run.name, source, targets, curves, alone, tops)
 
 
 def _by_seed(jobs: Iterable[JobResult], tops: Mapping[str, Ceiling]) -> dict[int, Point]:
