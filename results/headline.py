@@ -59,9 +59,8 @@ def from_run(spec):
         return _after(spec["average"], [run.lines[name].jobs for run in runs for name in _lines(spec) & {*run.lines}])
     for run in runs:
         if "at" in spec or "area" in spec:
-            curves = {
-                curve.name: curve for found in map(tradeoffs, report_runs([run])) if found for curve in found.curves
-            }
+            found = tradeoffs(*report_runs([run]))
+            curves = {curve.name: curve for curve in found.curves} if found else {}
             if (curve := curves.get(spec["line"])) is not None:
                 seeds = sorted({seed for point in curve.points for seed in point.by_seed})
                 value = curve.at(spec["at"]) if "at" in spec else curve.area

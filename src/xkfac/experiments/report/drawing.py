@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ SPREAD = ("mean", "deviation", "repeats")
 _STEPS = [factor * 10**power for power in range(7) for factor in (1, 2, 5)]
 
 
-Fill = Callable[[Axes, int], None]
-"""Draws into some axes the plot of a figure that has a position among its plots."""
 Limits = dict[str, tuple[float, float]]
 """The `xlim` and `ylim` of axes, where they are set."""
 
@@ -44,21 +42,20 @@ class Plot:
 
 def multiples(
     plot: Plot,
-    labels: Sequence[str],
-    fill: Fill,
+    panels: Mapping[str, Callable[[Axes], None]],
     size: tuple[int, int],
     across: int,
     folder: Path,
     finish: Callable[[Canvas], None],
 ) -> Plot:
-    """Draw small multiples of a size in points, so many in a row; `finish` adds what they share."""
-    across = min(across, len(labels))
-    down = math.ceil(len(labels) / across)
+    """Draw panels under their titles, of a size in points, so many in a row; `finish` adds what they share."""
+    across = min(across, len(panels))
+    down = math.ceil(len(panels) / across)
     with looks(8):
         canvas = Canvas(figsize=(across * size[0] / 72, down * (size[1] + 24) / 72 + 0.8), layout="constrained")
-        for position, label in enumerate(labels):
-            axes = canvas.add_subplot(down, across, position + 1)
-            fill(axes, position)
+        for position, (label, fill) in enumerate(panels.items(), 1):
+            axes = canvas.add_subplot(down, across, position)
+            fill(axes)
             axes.set_title(textwrap.fill(shortened(label, size[0] // 3), size[0] // 6))
         finish(canvas)
         return save(canvas, plot, folder)

@@ -1,14 +1,16 @@
 """Small multiples of a report, one plot per line: accuracy on every task, and losses over epochs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
+from matplotlib.colors import FuncNorm
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
@@ -23,9 +25,12 @@ from xkfac.experiments.runs.results import Spread, spread
 _MATRIX, _TRAINING = (190, 190), (330, 200)
 _CELLS_WITH_NUMBERS = 6
 _NAMED = 12  # tasks whose names an axis has room for
-_COLOURS = colormaps["viridis"]
+_COLOURS = "viridis"
 _TICKS = (20, 50, 80, 90, 95, 98)
 _LONG = 15  # tasks from which on epochs are too dense to be read one by one
+
+Spreads = Mapping[tuple[int, int], Spread]
+"""Numbers over repeats, by two numbers that are counted from 1."""
 
 
 def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
@@ -33,16 +38,15 @@ def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
     cells = [_cells(entry) for entry in lines]
     matrices = [np.full((entry.reached, entry.reached), np.nan) for entry in lines]
     for means, of in zip(matrices, cells, strict=True):
-        for after, task, value in of:
+        for (after, task), value in of.items():
             means[after - 1, task - 1] = value.mean
     low = min(float(np.nanmin(means)) for means in matrices)
     high = max(float(np.nanmax(means)) for means in matrices)
     ends = (10.0 * math.floor(low / 10), min(100.0, math.floor(high) + 1.0))
-
-    def fill(axes: Axes, position: int) -> None:
-        _draw_matrix(axes, matrices[position], ends, lines[position].order)
-
-    title = "Accuracy on every task"
+    # Colours follow the logarithm of 1 + error.
+    norm = FuncNorm(
+        (lambda accuracy: -np.log1p(100 - np.minimum(accuracy, 100)), lambda shade: 100 - np.expm1(-shade)), *ends
+    )
     note = (
         "One image per line, mean over repeats: each row is a moment, after so many tasks were learnt, each column a "
         "task. A column that darkens downwards is a task that is being forgotten. The scale is that of the "
@@ -56,49 +60,46 @@ def draw_matrices(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
         f"{np.nanmax(means[-1]):.1f}% on the best task."
         for entry, means in zip(lines, matrices, strict=True)
     ]
-    rows = []
-    for entry, of in zip(lines, cells, strict=True):
-        for after, task, value in of:
-            name = [entry.order[task - 1] if entry.order else ""] if named else []
-            rows.append([entry.name, entry.label, after, task, *spread_cells(value), *name])
+    rows = [
+        [entry.name, entry.label, *place, *spread_cells(value)]
+        + ([entry.order[place[1] - 1] if entry.order else ""] if named else [])
+        for entry, of in zip(lines, cells, strict=True)
+        for place, value in of.items()
+    ]
     header = ["line", "label", "after_task", "task", *SPREAD, *(["name"] if named else [])]
-    plot = Plot(key, title, note, "Heat maps of accuracy. " + " ".join(alts), header, rows)
-    ticks = {tick: _shade(tick, ends) for tick in sorted({*ends, *(t for t in _TICKS if ends[0] < t < ends[1])})}
+    alt = "Heat maps of accuracy. " + " ".join(alts)
+    plot = Plot(key, "Accuracy on every task", note, alt, header, rows)
 
     def finish(canvas: Canvas) -> None:
-        scale = canvas.colorbar(ScalarMappable(cmap=_COLOURS), ax=canvas.axes, location="top", shrink=0.6, aspect=40)
-        scale.set_ticks(list(ticks.values()), labels=[f"{tick:g}%" for tick in ticks])
+        mappable = ScalarMappable(norm, _COLOURS)
+        scale = canvas.colorbar(mappable, ax=canvas.axes, location="top", shrink=0.6, aspect=40)
+        ticks = sorted({*ends, *(tick for tick in _TICKS if ends[0] < tick < ends[1])})
+        scale.set_ticks(ticks, labels=[f"{tick:g}%" for tick in ticks])
+        scale.minorticks_off()
         scale.outline.set_visible(False)
 
-    return multiples(plot, [e.label for e in lines], fill, _MATRIX, 4, folder, finish)
+    panels = {
+        entry.label: partial(_draw_matrix, means=means, norm=norm, names=entry.order)
+        for entry, means in zip(lines, matrices, strict=True)
+    }
+    return multiples(plot, panels, _MATRIX, 4, folder, finish)
 
 
-def _shade(accuracy: Any, ends: tuple[float, float]) -> Any:
-    """Return where accuracies lie between the ends of a colour scale, from 0 to 1, by the logarithm of 1 + error."""
-    first, last = (math.log1p(100 - end) for end in ends)
-    return (first - np.log1p(100 - np.minimum(accuracy, 100))) / (first - last)
+def _cells(entry: ReportLine) -> Spreads:
+    """Return the accuracy over repeats by the number of tasks learnt so far and the task."""
+    moments = zip_longest(*(job.accuracy for job in entry.results.jobs))
+    return {
+        (after, task): value
+        for after, rows in enumerate(moments, 1)
+        for task, values in enumerate(zip_longest(*(row for row in rows if row is not None)), 1)
+        if (value := spread(values)) is not None
+    }
 
 
-def _cells(entry: ReportLine) -> list[tuple[int, int, Spread]]:
-    """Return (tasks learnt so far, task, accuracy over repeats), both counted from 1."""
-    found = []
-    for after in range(1, entry.reached + 1):
-        rows = [job.accuracy[after - 1] for job in entry.results.jobs if len(job.accuracy) >= after]
-        there = [row for row in rows if row is not None]
-        for task in range(1, after + 1):
-            value = spread([row[task - 1] for row in there if len(row) >= task])
-            if value is not None:
-                found.append((after, task, value))
-    return found
-
-
-def _draw_matrix(
-    axes: Axes, means: np.ndarray[Any, Any], ends: tuple[float, float], names: Sequence[str] | None
-) -> None:
+def _draw_matrix(axes: Axes, *, means: np.ndarray[Any, Any], norm: FuncNorm, names: Sequence[str] | None) -> None:
     size = len(means)
     edge = (0.5, size + 0.5, size + 0.5, 0.5)
-    image = np.ma.masked_invalid(_shade(means, ends))
-    axes.imshow(image, cmap=_COLOURS, vmin=0, vmax=1, extent=edge, interpolation="none", aspect="equal")
+    axes.imshow(means, _COLOURS, norm, extent=edge, interpolation="none", aspect="equal")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, pad=2)
     if names is not None and size <= _NAMED:
@@ -114,70 +115,70 @@ def _draw_matrix(
     if size <= _CELLS_WITH_NUMBERS:
         for (row, column), value in np.ndenumerate(means):
             if math.isfinite(value):
-                ink = "#fffffe" if _shade(value, ends) < 0.5 else "#000001"
+                ink = "#fffffe" if norm(value) < 0.5 else "#000001"
                 axes.text(column + 1, row + 1, f"{value:.0f}", ha="center", va="center", color=ink)
 
 
 def draw_training(key: str, lines: Sequence[ReportLine], folder: Path) -> Plot:
     """Draw loss and penalty over epochs, one plot per line, all with the same scale."""
-    curves = [(entry, {what: _epoch_curve(entry, what) for what in ("loss", "penalty")}) for entry in lines]
-    values = [
-        value.mean for _, of in curves for curve in of.values() for _, _, value in curve if 0 < value.mean < math.inf
-    ]
-    last = max((task for _, of in curves for curve in of.values() for task, _, _ in curve), default=1)
+    curves = [[_epochs(entry, what) for what in ("loss", "penalty")] for entry in lines]
+    values = [value.mean for of in curves for curve in of for value in curve.values() if 0 < value.mean < math.inf]
+    last = max((task for of in curves for curve in of for task, _ in curve), default=1)
     bounds = (min(values) / 1.6, max(values) * 1.6) if values else (0.1, 10.0)
-
-    def fill(axes: Axes, position: int) -> None:
-        _draw_training(axes, *curves[position], bounds, last)
-
-    title = "Loss and penalty while learning"
     note = "Mean over repeats at every epoch, on a logarithmic scale; a task ends and the next begins at whole numbers."
     if last >= _LONG:
         note += " The heavy lines join the last epochs of the tasks."
     alts = [f"{entry.label}: loss of the task and penalty over epochs." for entry in lines]
-    rows: list[list[Any]] = []
-    for entry, of in curves:
-        values_at = [{(task, epoch): value for task, epoch, value in curve} for curve in of.values()]
-        for place in sorted({place for known in values_at for place in known}):
-            cells = (cell for known in values_at for cell in spread_cells(known.get(place)))
-            rows.append([entry.name, entry.label, *place, *cells])
+    rows = [
+        [entry.name, entry.label, *place, *(cell for curve in of for cell in spread_cells(curve.get(place)))]
+        for entry, of in zip(lines, curves, strict=True)
+        for place in sorted({place for curve in of for place in curve})
+    ]
     header = ["line", "label", "task", "epoch", *(f"{what}_{cell}" for what in ("loss", "penalty") for cell in SPREAD)]
-    plot = Plot(key, title, note, "Loss and penalty over epochs. " + " ".join(alts), header, rows)
-    names = {"loss of the task": PALETTE[0], "penalty": PALETTE[1]}
+    alt = "Loss and penalty over epochs. " + " ".join(alts)
+    plot = Plot(key, "Loss and penalty while learning", note, alt, header, rows)
 
     def finish(canvas: Canvas) -> None:
-        handles = [Line2D([], [], color=colour, label=name) for name, colour in names.items()]
+        names = zip(("loss of the task", "penalty"), PALETTE, strict=False)
+        handles = [Line2D([], [], color=colour, label=name) for name, colour in names]
         canvas.legend(handles=handles, loc="outside upper right", ncols=2)
 
-    return multiples(plot, [e.label for e in lines], fill, _TRAINING, 3, folder, finish)
+    panels = {
+        entry.label: partial(_draw_training, curves=of, epochs=entry.line.epochs, bounds=bounds, last=last)
+        for entry, of in zip(lines, curves, strict=True)
+    }
+    return multiples(plot, panels, _TRAINING, 3, folder, finish)
 
 
-_EpochCurve = list[tuple[int, int, Spread]]
-
-
-def _epoch_curve(entry: ReportLine, what: str) -> _EpochCurve:
-    """Return (task, epoch, spread over repeats), both counted from 1, of the loss or the penalty."""
+def _epochs(entry: ReportLine, what: str) -> Spreads:
+    """Return the loss or the penalty over repeats by task and epoch."""
     found: dict[tuple[int, int], list[float]] = {}
     for job in entry.results.jobs:
         for epoch in job.epochs:
-            if epoch[what] is not None:
-                found.setdefault((epoch["task"] + 1, epoch["epoch"] + 1), []).append(epoch[what])
-    spreads = ((place, spread(values)) for place, values in sorted(found.items()))
-    return [(*place, value) for place, value in spreads if value is not None]
+            found.setdefault((epoch["task"] + 1, epoch["epoch"] + 1), []).append(epoch[what])
+    return {place: value for place, of in sorted(found.items()) if (value := spread(of)) is not None}
 
 
 def _draw_training(
-    axes: Axes, entry: ReportLine, of: dict[str, _EpochCurve], bounds: tuple[float, float], last: int
+    axes: Axes, *, curves: Sequence[Spreads], epochs: int, bounds: tuple[float, float], last: int
 ) -> None:
-    for hue, curve in enumerate(of.values()):
-        places = [(task, task - 1 + epoch / entry.line.epochs, value.mean) for task, epoch, value in curve]
-        xs, ys = _broken(places)
-        if last < _LONG:
-            axes.plot(xs, ys, color=PALETTE[hue], linewidth=1.2)
-            continue
-        ends = [(x, y) for x, y in {task: (x, y) for task, x, y in places}.values() if y > 0]
-        axes.plot(xs, ys, color=PALETTE[hue], linewidth=0.6, alpha=0.5)
-        axes.plot([x for x, _ in ends], [y for _, y in ends], color=PALETTE[hue], linewidth=2)
+    for curve, colour in zip(curves, PALETTE, strict=False):
+        points: list[tuple[float, float]] = []
+        ends: dict[int, tuple[float, float]] = {}
+        before = 0
+        for (task, epoch), value in curve.items():
+            # A logarithm has no place for the penalty of the first task.
+            ends[task] = (task - 1 + epoch / epochs, value.mean if value.mean > 0 else math.nan)
+            # Between numbers of tasks that do not follow each other, as of joint training, the curve is broken.
+            points += [(math.nan, math.nan)] if task > before + 1 else []
+            points.append(ends[task])
+            before = task
+        heavy = last >= _LONG
+        axes.plot(
+            *np.reshape(points, (-1, 2)).T, color=colour, linewidth=0.6 if heavy else 1.2, alpha=0.5 if heavy else None
+        )
+        if heavy:
+            axes.plot(*np.reshape([end for end in ends.values() if end[1] > 0], (-1, 2)).T, color=colour, linewidth=2)
     axes.set_yscale("log")
     axes.set_ylim(*bounds)
     axes.set_xlim(0, last)
@@ -187,15 +188,3 @@ def _draw_training(
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.grid(axis="both")
-
-
-def _broken(places: Sequence[tuple[int, float, float]]) -> tuple[list[float], list[float]]:
-    """Return a curve that is broken between numbers of tasks that do not follow each other, as of joint training."""
-    points: list[tuple[float, float]] = []
-    before = 0
-    for task, x, y in places:
-        if task > before + 1:
-            points.append((math.nan, math.nan))
-        points.append((x, y if y > 0 else math.nan))  # a logarithm has no place for the penalty of the first task
-        before = task
-    return [x for x, _ in points], [y for _, y in points]

@@ -7,6 +7,7 @@ better on the target are better on all tasks: as far as the two accuracies rank 
 import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from matplotlib.lines import Line2D
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
 from xkfac.errors import shortened
-from xkfac.experiments.report.drawing import Plot, multiples
+from xkfac.experiments.report.drawing import Limits, Plot, multiples
 from xkfac.experiments.report.styles import INK, MARKERS, PALETTE, SOFT, Style, filled
 from xkfac.experiments.report.tables import decimal, printable
 from xkfac.experiments.tuning.trials import Point
@@ -45,7 +46,7 @@ def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = S
     """
     tasks = list(dict.fromkeys(point.task for point in points))
     rows = [row for row in _ROWS if any(point.balanced is row for point in points)]
-    panels = {
+    shown = {
         printable(f"{task}, {_ROWS[row]}"): [p for p in points if (p.balanced, p.task) == (row, task)]
         for row in rows
         for task in tasks
@@ -54,25 +55,20 @@ def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = S
     looks = zip(itertools.cycle(PALETTE), itertools.cycle(MARKERS), strict=False)
     styles = {label: filled(*look) | {"linestyle": "none"} for label, look in zip(labels, looks, strict=False)}
     limits = [_limits([p for p in _measured(points) if p.task == task]) for task in tasks]
-
-    def fill(axes: Axes, position: int) -> None:
-        shown = list(panels.values())[position]
-        _draw_points(axes, shown, styles)
-        _write_correlations(axes, shown, styles)
-        axes.set_xlabel("accuracy on the task (%)", labelpad=2)
-        axes.set_ylabel("average accuracy (%)", labelpad=2)
-        axes.set(**limits[position % len(tasks)])
-        axes.grid(axis="both")
+    panels = {
+        name: partial(_draw_panel, points=some, styles=styles, limits=limits)
+        for (name, some), limits in zip(shown.items(), limits * len(rows), strict=True)
+    }
 
     def finish(canvas: Canvas) -> None:
-        shown = {printable(label): style for label, style in styles.items()} | {"chosen": _RING}
-        handles = [Line2D([], [], label=shortened(label, 60), **style) for label, style in shown.items()]
+        looks = {printable(label): style for label, style in styles.items()} | {"chosen": _RING}
+        handles = [Line2D([], [], label=shortened(label, 60), **style) for label, style in looks.items()]
         canvas.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5))
 
-    alt = f"{title}. " + " ".join(f"{name}: {_said(shown)}." for name, shown in panels.items())
+    alt = f"{title}. " + " ".join(f"{name}: {_said(some)}." for name, some in shown.items())
     header = [field.name for field in fields(Point)]
     plot = Plot(key, title, _note(points), alt, header, [astuple(point) for point in points])
-    return multiples(plot, list(panels), fill, _SIZE, len(tasks), folder, finish)
+    return multiples(plot, panels, _SIZE, len(tasks), folder, finish)
 
 
 def _measured(points: Sequence[Point]) -> list[Point]:
@@ -80,7 +76,7 @@ def _measured(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if point.target is not None]
 
 
-def _limits(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
+def _limits(points: Sequence[Point]) -> Limits:
     """Return the ranges of both axes over the panels of a task, with room for markers and for what is written."""
     ranges = {}
     for axis, name, above in (("xlim", "target", 0.08), ("ylim", "average", 0.3)):
@@ -90,11 +86,16 @@ def _limits(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
     return ranges
 
 
-def _draw_points(axes: Axes, points: Sequence[Point], styles: dict[str, Style]) -> None:
+def _draw_panel(axes: Axes, *, points: Sequence[Point], styles: dict[str, Style], limits: Limits) -> None:
     some: Sequence[Any] = _measured(points)
     shown = [([p for p in some if p.label == label], {"alpha": 0.85, **style}) for label, style in styles.items()]
     for of, style in (*shown, ([p for p in some if p.chosen], {"zorder": 4, **_RING})):
         axes.plot([p.target for p in of], [p.average for p in of], **style)
+    _write_correlations(axes, points, styles)
+    axes.set_xlabel("accuracy on the task (%)", labelpad=2)
+    axes.set_ylabel("average accuracy (%)", labelpad=2)
+    axes.set(**limits)
+    axes.grid(axis="both")
 
 
 def _write_correlations(axes: Axes, points: Sequence[Point], styles: dict[str, Style]) -> None:
