@@ -1,6 +1,5 @@
 """Commands that look at what is there: runs, memories and recipes."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -95,12 +94,10 @@ def inspect(
     from xkfac.experiments.inspect.inspection import calibration_table, facts, inspect_memory, unit_table
 
     check_path(memory)
-    error = Console(stderr=True)
-    with Status("reading the memory", console=error) if error.is_terminal else nullcontext() as status:
+    with Status("reading the memory", console=Console(stderr=True)) as status:  # which only a terminal shows
 
         def show(done: int, total: int, unit: str) -> None:
-            if status is not None:
-                status.update(f"unit {done + 1} of {total}: {escape(unit)}")
+            status.update(f"unit {done + 1} of {total}: {escape(unit)}")
 
         found = inspect_memory(memory, batch=batch, seed=seed, show=show)
     if plot is not None:

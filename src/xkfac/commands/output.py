@@ -44,10 +44,15 @@ def tell(quiet: bool, text: str) -> None:
 
 
 @contextmanager
-def interruptible(folder: Path) -> Iterator[None]:
-    """Have an interrupt of the work on a run say how to go on."""
+def progress(folder: Path, quiet: bool, *, tuning: bool = False) -> Iterator[Any]:
+    """Yield what shows how far the work on a run is, None if quiet; an interrupt says how to go on."""
+    from xkfac.experiments.runs.progress import Display
+    from xkfac.experiments.tuning.tuning import TuningDisplay
+
+    kind = TuningDisplay if tuning else Display
     try:
-        yield
+        with kind(Console(stderr=True, quiet=quiet)) as display:
+            yield None if quiet else display.show
     except KeyboardInterrupt:
         if (folder / "run.json").exists():
             tell(False, f"interrupted; go on with: xkfac resume {shlex.quote(str(folder))}")

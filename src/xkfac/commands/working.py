@@ -1,11 +1,9 @@
 """Commands that work: they train, choose and measure, and leave a run with its report, or a source network."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from xkfac.commands.arguments import (
     AsJson,
@@ -19,7 +17,7 @@ from xkfac.commands.arguments import (
     RecipeSettings,
     RunPath,
 )
-from xkfac.commands.output import finish, interruptible, print_json, print_table, tell
+from xkfac.commands.output import finish, print_json, print_table, progress, tell
 
 
 def demo(
@@ -36,11 +34,13 @@ def demo(
     from xkfac.experiments.files import check_path
 
     run, silent = check_path(output / "run"), quiet or as_json
-    if (run / "run.json").exists():
+    if there := (run / "run.json").exists():
         tell(silent, f"'{run}' is there already and is resumed; remove '{output}' to run the demo anew")
-        _with_progress(run, silent, lambda show: resume(run, jobs=jobs, show=show))
-    else:
-        _with_progress(run, silent, lambda show: start("demo", run, jobs=jobs, device="cpu", show=show))
+    with progress(run, silent) as show:
+        if there:
+            resume(run, jobs=jobs, show=show)
+        else:
+            start("demo", run, jobs=jobs, device="cpu", show=show)
     finish([run], output, as_json)
 
 
@@ -63,13 +63,8 @@ def run(
 
     loaded = load_recipe(recipe, settings or ())
     folder = output or Path("runs") / loaded.name
-    _with_progress(
-        folder,
-        quiet or as_json,
-        lambda show: start(
-            loaded, folder, lines=lines or (), jobs=jobs, device=device, data=data, download=download, show=show
-        ),
-    )
+    with progress(folder, quiet or as_json) as show:
+        start(loaded, folder, lines=lines or (), jobs=jobs, device=device, data=data, download=download, show=show)
     finish([folder], folder / "report", as_json)
 
 
@@ -81,9 +76,12 @@ def resume(run: RunPath, jobs: Jobs = None, quiet: Quiet = False, as_json: AsJso
     if "tuning" in RunFolder.open(run).facts:
         from xkfac.experiments.tuning.tuning import go_on as go_on_tuning
 
-        _tuned(run, quiet, as_json, lambda show: go_on_tuning(RunFolder.open(run), jobs=jobs, show=show))
+        with progress(run, quiet or as_json, tuning=True) as show:
+            chosen = go_on_tuning(RunFolder.open(run), jobs=jobs, show=show)
+        _finish_tuning(run, chosen, as_json)
         return
-    _with_progress(run, quiet or as_json, lambda show: go_on(run, jobs=jobs, show=show))
+    with progress(run, quiet or as_json) as show:
+        go_on(run, jobs=jobs, show=show)
     finish([run], run / "report", as_json)
 
 
@@ -116,12 +114,9 @@ def tune(
     loaded = load_recipe(recipe, settings or ())
     folder = output or Path("runs") / f"{loaded.name}-tuned"
     where: dict[str, Any] = {"device": device, "data": data, "download": download}
-    _tuned(
-        folder,
-        quiet,
-        as_json,
-        lambda show: choose(loaded, folder, lines=lines or (), jobs=jobs, scatter=scatter, show=show, **where),
-    )
+    with progress(folder, quiet or as_json, tuning=True) as show:
+        chosen = choose(loaded, folder, lines=lines or (), jobs=jobs, scatter=scatter, show=show, **where)
+    _finish_tuning(folder, chosen, as_json)
 
 
 def pretrain(
@@ -158,22 +153,10 @@ def pretrain(
     print(f"{len(result.classes)} classes, {result.test:.2f}% on the test part\nweights: {result.weights}")
 
 
-def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> None:
-    """Do the work of a run with live progress; an interrupt says how to go on."""
-    from xkfac.experiments.runs.progress import Display
-
-    with interruptible(folder), Display(Console(stderr=True, quiet=quiet)) as display:
-        work(None if quiet else display.show)
-
-
-def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any]) -> None:
-    """Do the work of a tuning with live progress, say what was chosen and why, and write the report."""
+def _finish_tuning(folder: Path, found: list[dict[str, Any]], as_json: bool) -> None:
+    """Say what a tuning chose and why, and write the report."""
     from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, choice_cells
-    from xkfac.experiments.tuning.tuning import TuningDisplay
 
-    quiet = quiet or as_json
-    with interruptible(folder), TuningDisplay(Console(stderr=True, quiet=quiet)) as display:
-        found = work(None if quiet else display.show)
     if as_json:
         print_json({"choices": str(folder / "choices.json"), "chosen": found})
         return

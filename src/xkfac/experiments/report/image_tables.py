@@ -177,38 +177,32 @@ def inference_table(found: Sequence[ReportLine]) -> Table:
 
     Up to `MOST_SHOWN` tasks it has a row per line and task, with the confusion matrix; beyond, a row per line.
     """
-    # By line, repeat and task: accuracies with the task given and inferred, and the share taken for each task.
     measured = {entry.label: [_inferred(job) for job in entry.results.jobs if job.inference] for entry in found}
     names = list(dict.fromkeys(task for jobs in measured.values() for job in jobs for task in job))
-    each = [(label, [task], jobs) for label, jobs in measured.items() for task in names if jobs]
-    if short := len(names) <= MOST_SHOWN:
-        titles = {f"taken for {name}": name for name in names}
-    else:
-        each, titles = [(label, names, jobs) for label, jobs in measured.items() if jobs], {"task inferred right": ""}
+    short = len(names) <= MOST_SHOWN
+    taken = [f"taken for {name}" for name in names] if short else ["task inferred right"]
+    heads = ["task given", "task inferred", *taken]
     rows = []
-    for label, tasks, jobs in each:
-        there = [job for job in jobs if job.keys() & set(tasks)]
-        cells = [
-            Cell(spread([fmean(job[task].get(key or task, 0.0) for task in tasks if task in job) for job in there]), 1)
-            for key in ("task given", "task inferred", *titles.values())
-        ]
-        rows.append(Row(f"{label}: {tasks[0]}" if short else label, cells))
+    for label, jobs in measured.items():
+        for tasks in ([[name] for name in names] if short else [names]) if jobs else ():
+            there = [[job[task] for task in tasks if task in job] for job in jobs]
+            means = ([fmean(of.get(head, 0.0) for of in job) for job in there if job] for head in heads)
+            rows.append(Row(f"{label}: {tasks[0]}" if short else label, [Cell(spread(of), 1) for of in means]))
     caption = (
         "Accuracy in % after all tasks where the task of a test image is given, and where it is inferred from the "
         "image alone, and what share of the images of a task is taken for those of each task."
     )
-    return Table("Table of inferred tasks", caption, ["line", "task given", "task inferred", *titles], [rows])
+    return Table("Table of inferred tasks", caption, ["line", *heads], [rows])
 
 
 def _inferred(job: JobResult) -> dict[str, dict[str, float]]:
-    return {
-        task: {
-            "task given": one["given"],
-            "task inferred": one["inferred"],
-            **dict(zip(job.tasks, one["taken"], strict=True)),
-        }
-        for task, one in zip(job.tasks, job.inference, strict=True)
-    }
+    """Return the numbers of a repeat by task, then by the heads of the table."""
+    found = {}
+    for task, one in zip(job.tasks, job.inference, strict=True):
+        taken = dict(zip(job.tasks, one["taken"], strict=True))
+        found[task] = {"task given": one["given"], "task inferred": one["inferred"], "task inferred right": taken[task]}
+        found[task] |= {f"taken for {other}": share for other, share in taken.items()}
+    return found
 
 
 def tables_csv(found: Iterable[ImageTables]) -> str:

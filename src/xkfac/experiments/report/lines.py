@@ -61,7 +61,7 @@ class ReportLine:
     @cached_property
     def reached(self) -> int:
         """The largest number of tasks after which some repeat was measured."""
-        return max(map(tasks_measured, self.results.jobs), default=0)
+        return max(self.averages, default=0)
 
     def curve(self, of: Curve) -> list[tuple[int, Spread]]:
         """Return (number of tasks, spread over repeats) wherever the curve was measured."""
