@@ -12,7 +12,7 @@ number in [0, 1], is averaged. That is unbiased, and its standard error is at mo
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,9 +35,8 @@ class MeanEntry:
     count: int
 
 
-def over_blocks(means: Iterable[MeanEntry]) -> MeanEntry | None:
+def over_blocks(means: Sequence[MeanEntry]) -> MeanEntry | None:
     """Return the mean over the entries of several blocks together, estimated independently; None of no blocks."""
-    means = list(means)
     count = sum(mean.count for mean in means)
     if not count:
         return None
@@ -94,18 +93,16 @@ def approximations(
     kfac: list[Term] = []
     difference: list[Term] = []
     levels = len(settings.levels)
-    for terms in (block.terms[k : k + levels] for k in range(0, len(block.terms), levels)):
-        total = sum((term.dense_left for term in terms[1:]), start=terms[0].dense_left)
-        first = terms[0].right
-        if batch is None:
-            kfac.append(Term(total, first))
-            difference += [Term(t.left, first - t.right, t.low_rank) for t in terms[1:]]
-        else:
-            between = terms[1]
-            first = first + (between.right - first) / batch
-            mean = (batch * between.dense_left - total) / (batch - 1)
-            kfac.append(Term(total, first))
-            difference.append(Term(mean, first - between.right))
+    for k in range(0, len(block.terms), levels):
+        within, *others = block.terms[k : k + levels]
+        total = sum((term.dense_left for term in others), start=within.dense_left)
+        right = within.right
+        if batch is not None:
+            (between,) = others
+            right = right + (between.right - right) / batch
+            others = [Term((batch * between.dense_left - total) / (batch - 1), between.right)]
+        kfac.append(Term(total, right))
+        difference += [Term(other.left, right - other.right, other.low_rank) for other in others]
     return {"kfac": tuple(kfac), "xkfac": block.terms, "difference": tuple(difference)}
 
 

@@ -34,27 +34,30 @@ def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show:
     seed: of the entries that are drawn. show: called with how many units are done, how many there are, and the next.
     """
     memory = Memory.load(path)
-    note = ""
-    if memory.curvature.blocks or memory.curvature.joint:
-        note = derivable(memory.method.settings, batch, averaged=_is_averaged(memory))
+    settings, averaged = memory.method.settings, _is_averaged(memory)
+    note = derivable(settings, batch, averaged=averaged) if memory.units else ""
     generator = torch.Generator().manual_seed(seed)
-    units, entries = [], []
+    units = []
+    means: dict[str, list[MeanEntry]] = {name: [] for name in NAMES}
     for place, unit in enumerate(memory.units):
         if show is not None:
             show(place, len(memory.units), unit.name)
         block = memory.curvature.block(unit.name)
         assert block is not None
-        means = _entries(block, memory, batch, generator)
-        entries.append(means)
-        units.append(_unit_facts(memory, unit, block, means))
-    over_units = {name: over_blocks(of[name] for of in entries if name in of) for name in NAMES}
+        sums = approximations(block, settings, batch, averaged=averaged) if isinstance(block, Kronecker) else {}
+        own = {name: mean_absolute(terms, generator) for name, terms in sums.items()}
+        for name, mean in own.items():
+            means[name].append(mean)
+        entries = {name: asdict(mean) for name, mean in own.items()} or None
+        units.append({**_unit_facts(memory, unit, block), "entries": entries})
+    over_units = {name: over_blocks(of) for name, of in means.items()}
     found = {
         "file": str(path),
         "megabytes": round(path.stat().st_size / 1e6, 2),
         "tasks": memory.tasks,
         "examples": memory.examples,
         "method": memory.method.name,
-        "settings": asdict(memory.method.settings),
+        "settings": asdict(settings),
         "likelihood": memory.likelihood.name,
         "calibration": None if memory.calibration is None else asdict(memory.calibration),
         "entries": {**{name: mean and asdict(mean) for name, mean in over_units.items()}, "note": note},
@@ -64,7 +67,7 @@ def inspect_memory(path: Path, *, batch: int | None = None, seed: int = 0, show:
     return plain
 
 
-def _unit_facts(memory: Memory, unit: Unit, block: Block, means: Mapping[str, MeanEntry]) -> dict[str, Any]:
+def _unit_facts(memory: Memory, unit: Unit, block: Block) -> dict[str, Any]:
     levels = len(memory.method.settings.levels)
     total, share = trace(block), None
     if isinstance(block, Kronecker) and levels > 1 and total:
@@ -84,16 +87,7 @@ def _unit_facts(memory: Memory, unit: Unit, block: Block, means: Mapping[str, Me
         "effective rank": effective_rank(block),
         "spectra": [{**asdict(each), "sparkline": each.sparkline} for each in found],
         "anchor norm": float(memory.anchor[unit.name].norm()),
-        "entries": {name: asdict(mean) for name, mean in means.items()} or None,
     }
-
-
-def _entries(block: Block, memory: Memory, batch: int | None, generator: torch.Generator) -> dict[str, MeanEntry]:
-    """Return the mean absolute entries of a block in the approximations that can be known."""
-    if not isinstance(block, Kronecker):
-        return {}
-    sums = approximations(block, memory.method.settings, batch, averaged=_is_averaged(memory))
-    return {name: mean_absolute(terms, generator) for name, terms in sums.items()}
 
 
 def _is_averaged(memory: Memory) -> bool:
@@ -121,8 +115,8 @@ def facts(found: Mapping[str, Any]) -> dict[str, str]:
 def unit_table(found: Mapping[str, Any]) -> list[list[str]]:
     """Return a row for each unit below a header; the spectra are those of the last task's terms, joined by +."""
     levels = len(Settings(**found["settings"]).levels)
-    names = ("unit", "kind", "norm", "shape", "curvature", "trace", "between")
-    rows = [[*names, "largest", "effective rank", "90% of trace in", "spectrum", "anchor norm", *NAMES.values()]]
+    names = ("unit", "kind", "norm", "shape", "curvature", "trace", "between", "largest", "effective rank")
+    rows = [[*names, "90% of trace in", "spectrum", "anchor norm", *NAMES.values()]]
     for unit in found["units"]:
         every = unit["spectra"]
         shown = every[-levels:]
@@ -130,7 +124,6 @@ def unit_table(found: Mapping[str, Any]) -> list[list[str]]:
         rows.append(
             [
                 *(_number(unit[name]) for name in names),
-                *(_number(unit[name]) for name in ("largest", "effective rank")),
                 more + " + ".join(f"{each['ninety']}/{each['size']}" for each in shown),
                 more + " + ".join(each["sparkline"] for each in shown),
                 _number(unit["anchor norm"]),
