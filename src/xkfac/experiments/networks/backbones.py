@@ -43,12 +43,17 @@ class ManyHeaded(nn.Module):
         architecture: Architecture | None = None,
     ) -> None:
         super().__init__()
-        _check_tasks(tasks)
         self.trunk = trunk
         self.heads = nn.ModuleDict()
         for task, classes in tasks.items():
             with drawing_from("head", seed, task):
-                self.heads[task] = nn.Linear(width, classes, bias)
+                head = nn.Linear(width, classes, bias)
+            try:
+                self.heads[task] = head
+            except KeyError:
+                raise BackboneError(
+                    f"a task cannot be named '{task}', as its head is a module; choose another name"
+                ) from None
         self.architecture = architecture
         self.active = next(iter(tasks))
         self.enter(self.active)
@@ -125,9 +130,3 @@ def make_backbone(model: str, tasks: Mapping[str, int], *, stem: Stem = "standar
     architecture = Architecture(model, stem, path)
     bias = classifier.bias is not None
     return ManyHeaded(trunk, classifier.in_features, tasks, seed=seed, bias=bias, architecture=architecture)
-
-
-def _check_tasks(tasks: Iterable[str]) -> None:
-    for task in tasks:
-        if not task or "." in task or hasattr(nn.ModuleDict(), task):
-            raise BackboneError(f"a task cannot be named '{task}', as its head is a module; choose another name")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.data.augmentation import Augmentation
-from xkfac.experiments.data.digits import Part, stream
+from xkfac.experiments.data.digits import Part, drawing_from, stream
 from xkfac.experiments.networks.backbones import ManyHeaded, Stem
 from xkfac.experiments.recipes.recipe import Resize, Scale
 from xkfac.experiments.recipes.toml_tables import Share, whole
@@ -77,7 +77,6 @@ class Trainer:
     def __init__(self, net: ManyHeaded, pictures: Part, settings: Pretraining) -> None:
         self.net, self.settings, self._pictures = net, settings, pictures
         self._device = pictures.x.device
-        self._augmentation = settings.augmentation
         self._rates = settings.rates(len(pictures) // settings.batch)
         self._optimizer = _optimizer(net, settings, self._device)
         self._place = torch.zeros(1, dtype=torch.long, device=self._device)
@@ -114,24 +113,20 @@ class Trainer:
 
     def _drawn(self, number: int) -> dict[str, Tensor]:
         """Return the draws of an epoch on the CPU, each [steps, ...], fixed by the seed and its number."""
-        settings, steps = self.settings, self._rates.shape[1]
-        shape = (steps, settings.batch)
-
-        def generator(what: str) -> torch.Generator:
-            return stream("pretraining", what, settings.seed, number)
-
-        order = torch.randperm(len(self._pictures), generator=generator("order"), device="cpu")
+        settings, shape = self.settings, (self._rates.shape[1], self.settings.batch)
+        orders, crops = (stream("pretraining", what, settings.seed, number) for what in ("order", "crops"))
+        order = torch.randperm(len(self._pictures), generator=orders, device="cpu")
         return {
             "order": order[: math.prod(shape)].view(shape),
-            "crops": self._augmentation.draw(shape, generator("crops")),
-            "mixes": mixes(settings, steps, generator("mixes")),
+            "crops": settings.augmentation.draw(shape, crops),
+            "mixes": mixes(settings, shape[0], number),
             "rates": self._rates[number],
         }
 
     def _step(self) -> None:
         draw = {name: tensor.index_select(0, self._place)[0] for name, tensor in self._draws.items()}
         y = self._pictures.y.index_select(0, draw["order"])
-        x = self._augmentation.augmented(self._pictures.x.index_select(0, draw["order"]), draw["crops"])
+        x = self.settings.augmentation.augmented(self._pictures.x.index_select(0, draw["order"]), draw["crops"])
         if self.settings.cutmix:
             x = self._mixed(x, draw["mixes"])
         with _half(self._device):
@@ -170,13 +165,12 @@ def accuracy(net: nn.Module, pictures: Part, augmentation: Augmentation) -> floa
     return 100 * right.item() / len(pictures)
 
 
-def mixes(settings: Pretraining, steps: int, generator: torch.Generator) -> Tensor:
+def mixes(settings: Pretraining, steps: int, number: int) -> Tensor:
     """Return how the batches of an epoch are mixed [steps, 5]: the own share; top, bottom, left, right of a box."""
     if not settings.cutmix:
         return torch.ones(steps, 5, device="cpu")
-    alpha = torch.tensor(settings.cutmix)
-    with torch.random.fork_rng(devices=()):  # the Beta distribution takes no generator
-        torch.default_generator.manual_seed(generator.initial_seed())
+    with drawing_from("pretraining", "mixes", settings.seed, number):  # the Beta distribution takes no generator
+        alpha = torch.tensor(settings.cutmix)
         share = torch.distributions.Beta(alpha, alpha).sample((steps,))
         centre = torch.rand(2, steps)
     half = (1 - share).sqrt() / 2
@@ -187,12 +181,10 @@ def mixes(settings: Pretraining, steps: int, generator: torch.Generator) -> Tens
 
 def _optimizer(net: nn.Module, settings: Pretraining, device: torch.device) -> torch.optim.SGD:
     """Return SGD with a learning rate on the device and momentum from the start, as a graph needs them."""
-    decayed = [parameter for parameter in net.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in net.parameters() if parameter.dim() <= 1]
     groups = [
-        {"params": members, "lr": torch.zeros((), device=device), "weight_decay": decay}
-        for members, decay in ((decayed, settings.decay), (others, 0.0))
-        if members
+        {"params": members, "lr": torch.zeros((), device=device), "weight_decay": settings.decay if decayed else 0.0}
+        for decayed in (True, False)
+        if (members := [parameter for parameter in net.parameters() if (parameter.dim() > 1) == decayed])
     ]
     momentum = settings.momentum
     optimizer = torch.optim.SGD(groups, momentum=momentum, nesterov=momentum > 0, fused=True)

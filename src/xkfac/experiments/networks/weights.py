@@ -57,14 +57,16 @@ def load_source(net: ManyHeaded, weights: str | Path, source_task: str) -> dict[
             f"stem='{stem}'"
         )
     own = _library_state(net, source_task)
-    fit = _fitting(where, architecture, tensors, own)
-    classes = len(fit[f"{architecture.classifier}.weight"])
+    given = _renamed(tensors)
+    if fault := _misfit(given, own, architecture.classifier):
+        raise WeightsError(f"{where} is not of '{architecture.model}': it {fault}; name matching weights or model")
+    classes = len(given[f"{architecture.classifier}.weight"])
     if classes != head.out_features:
         raise WeightsError(
             f"{where} has a classifier of {classes} classes, and task '{source_task}' has {head.out_features}; use "
             "weights that were trained on this data"
         )
-    for name, tensor in fit.items():
+    for name, tensor in given.items():
         own[name].copy_(tensor)
     return facts
 
@@ -123,24 +125,19 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return found, facts if isinstance(facts, dict) else {}
 
 
-def _fitting(
-    where: str, architecture: Architecture, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the tensors under the names of `own`, which they must fit in all but the number of classes."""
+def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors under the names that the library's model has, those of auxiliary classifiers left out."""
     given = {}
     for name, tensor in tensors.items():
         for old, new in _OLD_NAMES:
             name = old.sub(new, name)
         if not name.startswith(_AUXILIARY):
             given[name] = tensor
-    fault = _misfit(given, own, architecture.classifier)
-    if fault is not None:
-        raise WeightsError(f"{where} is not of '{architecture.model}': it {fault}; name matching weights or model")
     return given
 
 
-def _misfit(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], classifier: str) -> str | None:
-    """Return what keeps tensors from being those of a network, or None; the number of classes is free."""
+def _misfit(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], classifier: str) -> str:
+    """Return what keeps tensors from being those of a network, if anything; the number of classes is free."""
     for name, tensor in wanted.items():
         # Old files do not count batches.
         if name not in given and not name.endswith(".num_batches_tracked"):
@@ -149,7 +146,7 @@ def _misfit(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], classifie
         if given.get(name, tensor).shape[free:] != tensor.shape[free:]:
             return f"has '{name}' as {list(given[name].shape)}, not {list(tensor.shape)}"
     foreign = next((name for name in given if name not in wanted), None)
-    return None if foreign is None else f"has '{foreign}', which the model has not"
+    return "" if foreign is None else f"has '{foreign}', which the model has not"
 
 
 def _architecture(net: ManyHeaded) -> Architecture:

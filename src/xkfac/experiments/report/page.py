@@ -15,7 +15,7 @@ from xkfac.experiments.report.figures import draw_all
 from xkfac.experiments.report.image_tables import accuracy_table, image_tables, inference_table, share_table, tables_csv
 from xkfac.experiments.report.lines import ReportLine, ReportRun, furthest, report_runs, started
 from xkfac.experiments.report.summary import columns, summary, summary_csv
-from xkfac.experiments.report.tables import counted, rendered
+from xkfac.experiments.report.tables import counted, render
 from xkfac.experiments.report.tradeoff_tables import tradeoff_table, tradeoffs, tradeoffs_csv
 from xkfac.experiments.runs.results import RunResults
 
@@ -46,7 +46,7 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> tuple[Path, list[P
         write_file(figures / "areas.csv", tradeoffs_csv(curves).encode())
     methods = {line.line.method for line in lines if line.reference}
     own = "a network of its own for each task"
-    page = rendered(
+    page = render(
         "report.html",
         title=" and ".join(dict.fromkeys(run.recipe.title or run.recipe.name for run in runs)),
         described=dict.fromkeys(run.recipe.description for run in runs if run.recipe.description),

@@ -22,8 +22,8 @@ class Column:
 
     title: str
     hint: str
-    better: int
     value: Callable[[ReportLine], Spread | None] = field(repr=False)
+    better: int = 1
     digits: int = 2
 
 
@@ -33,42 +33,39 @@ def columns(lines: Sequence[ReportLine]) -> list[Column]:
 
     def after(count: int) -> Column:
         hint = f"Average accuracy in % after {count} tasks"
-        return Column(f"after {count}", hint, 1, lambda e: e.averages.get(count))
+        return Column(f"after {count}", hint, lambda e: e.averages.get(count))
 
     found = [
         *(after(count) for count in CHECKPOINTS if count < most),
-        Column(f"after {most}" if most else "final", "Average accuracy in % after the last task", 1, lambda e: e.final),
+        Column(f"after {most}" if most else "final", "Average accuracy in % after the last task", lambda e: e.final),
         Column(
             "forgetting",
             "How far earlier tasks are below their best, in points, after the last task",
-            -1,
             lambda e: e.at_the_end(lambda job: job.forgetting()[e.reached - 1]),
+            better=-1,
         ),
         Column(
             "backward transfer",
             "Change of each task's accuracy from when it was learnt to the end, in points",
-            1,
             lambda e: e.at_the_end(JobResult.backward_transfer),
         ),
         Column(
             "forward transfer",
             "Accuracy on a task just before it is learnt, less that of the untrained network, in points",
-            1,
             # A head that is still to be trained says nothing of what the network knows already.
             lambda e: None if e.images else e.at_the_end(JobResult.forward_transfer),
         ),
         Column(
             "as learnt",
             "Accuracy in % on each task right after it was learnt",
-            1,
             lambda e: e.at_the_end(JobResult.learning_accuracy),
         ),
         Column(
             "s / task",
             "Seconds for one task",
-            -1,
             lambda e: e.results.scalar(lambda job: fmean(job.seconds) if job.seconds else None),
-            1,
+            better=-1,
+            digits=1,
         ),
     ]
     return [column for column in found if any(column.value(line) for line in lines)]

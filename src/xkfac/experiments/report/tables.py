@@ -120,10 +120,10 @@ class Table:
 
     def html(self) -> Markup:
         """Return it as an element of a page that scrolls by itself where the page is narrow."""
-        return Markup(rendered("table.html", table=self))
+        return Markup(render("table.html", table=self))
 
 
-def rendered(name: str, **values: Any) -> str:
+def render(name: str, **values: Any) -> str:
     """Return a template of this folder with values, whose characters are those of a text and no markup."""
     return _templates().get_template(name).render(values)
 
