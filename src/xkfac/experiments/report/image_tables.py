@@ -55,7 +55,7 @@ class ImageTables:
 
 def image_tables(run: ReportRun) -> ImageTables | None:
     """Return the tables of a run; None for one that has no images, or no repeat that has learnt all its tasks."""
-    if run.recipe.images is None or not any(map(_finals, run.lines)):
+    if run.recipe.images is None or not any(entry.ends for entry in run.lines):
         return None
     source, *targets = run.recipe.tasks
     tops = ceilings(run.lines, targets)
@@ -67,16 +67,12 @@ def ceilings(mine: Sequence[ReportLine], targets: Sequence[str]) -> dict[str, Ce
 
     So its learning rate is chosen as that of any other line may be, and test images decide nothing.
     """
-    singles = [entry for entry in mine if entry.line.method == SINGLE and _finals(entry)]
     found = {}
     for task in targets:
-        ends = {
-            entry.label: {seed: end[task] for seed, end in _finals(entry).items() if task in end} for entry in singles
-        }
-        there = [entry for entry in singles if ends[entry.label]]
-        if there:
-            best = max(there, key=lambda entry: fmean(_validations(entry, task) or [-1.0]))
-            found[task] = Ceiling(best.label, ends[best.label])
+        singles = [entry for entry in mine if entry.line.method == SINGLE and task in entry.ends]
+        if singles:
+            best = max(singles, key=lambda entry: fmean(_validations(entry, task) or [-1.0]))
+            found[task] = Ceiling(best.label, best.ends[task])
     return found
 
 
@@ -84,35 +80,26 @@ def _validations(entry: ReportLine, task: str) -> list[float]:
     """Return the accuracy of the weights that each repeat kept on the validation images of a task."""
     found = []
     for job in entry.results.jobs:
-        place = list(job.tasks).index(task) if task in job.tasks and job.final() else len(job.kept)
-        kept = job.kept[place] if place < len(job.kept) else None
-        found += [epoch["validation"] for epoch in job.epochs if (epoch["task"], epoch["epoch"]) == (place, kept)]
+        if job.seed in entry.ends.get(task, ()):
+            kept = dict(zip(job.tasks, enumerate(job.kept), strict=False)).get(task)
+            found += [epoch["validation"] for epoch in job.epochs if (epoch["task"], epoch["epoch"]) == kept]
     return found
 
 
-def _finals(entry: ReportLine) -> dict[int, dict[str, float]]:
-    """Return the accuracies of each repeat that has learnt all tasks, by its seed and task."""
-    ends = {job.seed: job.final() for job in entry.results.jobs}
-    return {seed: end for seed, end in ends.items() if end is not None}
-
-
 def _numbers(entry: ReportLine, source: str, targets: Sequence[str], tops: Mapping[str, Ceiling]) -> LineNumbers:
-    finals = _finals(entry)
-    ends = list(finals.values())
-    accuracies = {
-        task: spread([end.get(task) for end in ends]) for task in (source, *targets) if any(task in end for end in ends)
-    }
+    ends = entry.ends
+    accuracies = {task: spread([*ends[task].values()]) for task in (source, *targets) if task in ends}
     # Of a line that leaves tasks out, repeats in other orders have others, whose averages are not of the same thing.
-    alike = all(end.keys() == ends[0].keys() for end in ends)
-    average = spread([fmean(end.values()) for end in ends]) if alike else None
+    seeds = {tuple(of) for of in ends.values()}
+    average = spread([fmean(of[seed] for of in ends.values()) for seed in seeds.pop()]) if len(seeds) == 1 else None
     if entry.reference:
         return LineNumbers(entry, accuracies, average, None, {})
     first = {job.seed: row[0] for job in entry.results.jobs if job.accuracy and (row := job.accuracy[0]) is not None}
-    kept = spread([_percent(end[source], first[seed]) for seed, end in finals.items() if source in end])
+    kept = spread([_percent(accuracy, first[seed]) for seed, accuracy in ends.get(source, {}).items()])
     shares: dict[str, Spread | None] = {}
-    for task in targets if tops and finals else ():
+    for task in targets if tops and ends else ():
         own = tops[task].accuracies if task in tops else {}
-        shares[task] = spread([_percent(end[task], own.get(seed)) for seed, end in finals.items() if task in end])
+        shares[task] = spread([_percent(accuracy, own.get(seed)) for seed, accuracy in ends.get(task, {}).items()])
     return LineNumbers(entry, accuracies, average, kept, shares)
 
 

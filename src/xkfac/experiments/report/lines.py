@@ -77,6 +77,15 @@ class ReportLine:
         """The average accuracy after the last task so far."""
         return self.averages.get(self.reached)
 
+    @cached_property
+    def ends(self) -> dict[str, dict[int, float]]:
+        """The accuracy on each task by the seed of each repeat that has learnt all tasks."""
+        ends: dict[str, dict[int, float]] = {}
+        for job in self.results.jobs:
+            for task, accuracy in (job.final() or {}).items():
+                ends.setdefault(task, {})[job.seed] = accuracy
+        return ends
+
     def at_the_end(self, of: Callable[[JobResult], float | None]) -> Spread | None:
         """Return a metric over the repeats that got furthest; None of a reference.
 

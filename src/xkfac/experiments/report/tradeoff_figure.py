@@ -32,10 +32,9 @@ def draw_tradeoff(key: str, found: Tradeoffs, folder: Path, title: str = TRADEOF
     """
     shown = [*found.curves, *found.alone]
     styles = [_style(place, curve) for place, curve in enumerate(shown)]
-    measured = [
-        [(p.kept, p.share) for p in curve.points if p.kept is not None and p.share is not None] for curve in shown
+    placed = [
+        [(in_percent(p.kept), in_percent(p.share)) for p in curve.points if p.kept and p.share] for curve in shown
     ]
-    placed = [[(in_percent(kept), in_percent(share)) for kept, share in curve] for curve in measured]
     ends = "; ".join(f"{curve.label} {number(curve.area, 3)}" for curve in found.curves)
     what = f"{found.what} (%)"
     alt = f"{title}: {what} against what is kept of {found.source} in percent. Areas under the curves: {ends}."
