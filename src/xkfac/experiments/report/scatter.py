@@ -33,7 +33,7 @@ def rank_correlation(points: Sequence[Point]) -> float | None:
 
     None for fewer than three settings that did not diverge, or where one of the two is the same for all.
     """
-    pairs = [(point.target, point.average) for point in _measured(points)]
+    pairs = [(point.target, point.average) for point in points if point.target is not None]
     if len(pairs) < 3 or any(len(set(values)) == 1 for values in zip(*pairs, strict=True)):
         return None
     return float(spearmanr(pairs).statistic)
@@ -44,21 +44,18 @@ def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = S
 
     Both panels of a column have the same axes. Settings that diverged are in the CSV file, and counted in the note.
     """
+    measured = [point for point in points if point.target is not None]
     tasks = list(dict.fromkeys(point.task for point in points))
     rows = [row for row in _ROWS if any(point.balanced is row for point in points)]
-    shown = {
-        printable(f"{task}, {_ROWS[row]}"): [p for p in points if (p.balanced, p.task) == (row, task)]
-        for row in rows
-        for task in tasks
-    }
     labels = dict.fromkeys(point.label for point in points)
     looks = zip(itertools.cycle(PALETTE), itertools.cycle(MARKERS), strict=False)
     styles = {label: filled(*look) | {"linestyle": "none"} for label, look in zip(labels, looks, strict=False)}
-    limits = [_limits([p for p in _measured(points) if p.task == task]) for task in tasks]
-    panels = {
-        name: partial(_draw_panel, points=some, styles=styles, limits=limits)
-        for (name, some), limits in zip(shown.items(), limits * len(rows), strict=True)
-    }
+    shown: dict[str, list[Point]] = {}
+    panels = {}
+    for row, task in itertools.product(rows, tasks):
+        name, of_task = printable(f"{task}, {_ROWS[row]}"), [point for point in measured if point.task == task]
+        shown[name] = [point for point in of_task if point.balanced is row]
+        panels[name] = partial(_draw_panel, points=shown[name], styles=styles, limits=_limits(of_task))
 
     def finish(canvas: Canvas) -> None:
         looks = {printable(label): style for label, style in styles.items()} | {"chosen": _RING}
@@ -71,11 +68,6 @@ def draw_scatter(key: str, points: Sequence[Point], folder: Path, title: str = S
     return multiples(plot, panels, _SIZE, len(tasks), folder, finish)
 
 
-def _measured(points: Sequence[Point]) -> list[Point]:
-    """Return those that did not diverge."""
-    return [point for point in points if point.target is not None]
-
-
 def _limits(points: Sequence[Point]) -> Limits:
     """Return the ranges of both axes over the panels of a task, with room for markers and for what is written."""
     ranges = {}
@@ -86,10 +78,9 @@ def _limits(points: Sequence[Point]) -> Limits:
     return ranges
 
 
-def _draw_panel(axes: Axes, *, points: Sequence[Point], styles: dict[str, Style], limits: Limits) -> None:
-    some: Sequence[Any] = _measured(points)
-    shown = [([p for p in some if p.label == label], {"alpha": 0.85, **style}) for label, style in styles.items()]
-    for of, style in (*shown, ([p for p in some if p.chosen], {"zorder": 4, **_RING})):
+def _draw_panel(axes: Axes, *, points: Sequence[Any], styles: dict[str, Style], limits: Limits) -> None:
+    shown = [([p for p in points if p.label == label], {"alpha": 0.85, **style}) for label, style in styles.items()]
+    for of, style in (*shown, ([p for p in points if p.chosen], {"zorder": 4, **_RING})):
         axes.plot([p.target for p in of], [p.average for p in of], **style)
     _write_correlations(axes, points, styles)
     axes.set_xlabel("accuracy on the task (%)", labelpad=2)
@@ -100,24 +91,23 @@ def _draw_panel(axes: Axes, *, points: Sequence[Point], styles: dict[str, Style]
 
 def _write_correlations(axes: Axes, points: Sequence[Point], styles: dict[str, Style]) -> None:
     """Write the rank correlation over all methods of a panel, then that of each if there are several."""
-    every = rank_correlation(points)
-    there = [label for label in styles if any(point.label == label for point in points)]
-    by_label = {label: rank_correlation([p for p in points if p.label == label]) for label in there}
-    several = {label: value for label, value in by_label.items() if value is not None and len(by_label) > 1}
-    texts = [(f"{'all ' if len(by_label) > 1 else ''}ρ = {decimal(every)}", INK)]  # noqa: RUF001
+    by_label = {label: [p for p in points if p.label == label] for label in styles}
+    several = sum(map(bool, by_label.values())) > 1
+    texts = [(f"{'all ' if several else ''}ρ = {decimal(rank_correlation(points))}", INK)]  # noqa: RUF001
     texts += [
         (f"{shortened(printable(label), 24)} ρ = {decimal(value)}", styles[label]["color"])  # noqa: RUF001
-        for label, value in several.items()
+        for label, some in by_label.items()
+        if several and (value := rank_correlation(some)) is not None
     ]
-    for place, (text, colour) in enumerate(texts if _measured(points) else [("no results", SOFT)]):
+    for place, (text, colour) in enumerate(texts if points else [("no results", SOFT)]):
         where: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset fontsize", "va": "top"}
         axes.annotate(text, (0.03, 0.97), (0, -1.25 * place), color=colour, **where)
 
 
 def _said(points: Sequence[Point]) -> str:
-    count, value = len(_measured(points)), rank_correlation(points)
+    value = rank_correlation(points)
     said = "unknown" if value is None else f"{value:.2f}"
-    return f"{count} settings, rank correlation {said}" if count else "no results"
+    return f"{len(points)} settings, rank correlation {said}" if points else "no results"
 
 
 def _note(points: Sequence[Point]) -> str:
@@ -125,5 +115,5 @@ def _note(points: Sequence[Point]) -> str:
         "Each point is one setting of learning rate and damping; rings are the settings that were chosen. ρ is "  # noqa: RUF001
         "Spearman's rank correlation of the two accuracies: near 1, what is best on the target is best on average."
     )
-    lost = len(points) - len(_measured(points))
+    lost = sum(point.target is None for point in points)
     return note + (f" {lost} of {len(points)} settings diverged and are not shown." if lost else "")
