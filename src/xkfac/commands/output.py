@@ -84,7 +84,7 @@ def finish(folders: list[Path], output: Path, as_json: bool) -> None:
 
 def _print_results(runs: Sequence[RunResults]) -> None:
     """Show accuracies task by task of runs of images, the course over tasks of the others, and trade-offs."""
-    from xkfac.experiments.report.image_tables import accuracy_table, image_tables, share_table
+    from xkfac.experiments.report.image_tables import image_tables
     from xkfac.experiments.report.lines import report_runs
     from xkfac.experiments.report.summary import summary
     from xkfac.experiments.report.tradeoff_tables import tradeoff_table, tradeoffs
@@ -97,10 +97,8 @@ def _print_results(runs: Sequence[RunResults]) -> None:
             continue
         if len(runs) > 1:
             print(f"{run.name}\n")
-        print_table(*accuracy_table(tables).texts())
-        print()
-        if tables.learnt:
-            print_table(*share_table(tables).texts())
+        for table in tables.shown():
+            print_table(*table.texts())
             print()
     if others:
         print_table(*summary([line for run in report_runs(others) for line in run.lines]).texts())

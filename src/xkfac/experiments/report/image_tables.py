@@ -52,6 +52,10 @@ class ImageTables:
         """Those of the lines that compete and have a result."""
         return [of for of in self.lines if not of.entry.reference and of.accuracies]
 
+    def shown(self) -> list[Table]:
+        """Return the tables of accuracies and, where there is something to share out, of shares."""
+        return [accuracy_table(self), *([share_table(self)] if self.learnt else [])]
+
 
 def image_tables(run: ReportRun) -> ImageTables | None:
     """Return the tables of a run; None for one that has no images, or no repeat that has learnt all its tasks."""
@@ -81,7 +85,8 @@ def _validations(entry: ReportLine, task: str) -> list[float]:
     found = []
     for job in entry.results.jobs:
         if job.seed in entry.ends.get(task, ()):
-            kept = dict(zip(job.tasks, enumerate(job.kept), strict=False)).get(task)
+            place = list(job.tasks).index(task)
+            kept = (place, job.kept[place])
             found += [epoch["validation"] for epoch in job.epochs if (epoch["task"], epoch["epoch"]) == kept]
     return found
 

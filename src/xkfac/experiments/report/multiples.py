@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 from xkfac.errors import shortened
 from xkfac.experiments.report.drawing import SPREAD, Plot, multiples, whole_ticks
 from xkfac.experiments.report.lines import ReportLine
-from xkfac.experiments.report.styles import PALETTE
+from xkfac.experiments.report.styles import PALETTE, Style
 from xkfac.experiments.report.tables import printable, spread_cells
 from xkfac.experiments.runs.results import Spread, spread
 
@@ -162,6 +162,7 @@ def _epochs(entry: ReportLine, what: str) -> Spreads:
 def _draw_training(
     axes: Axes, *, curves: Sequence[Spreads], epochs: int, bounds: tuple[float, float], last: int
 ) -> None:
+    dense: Style = {"linewidth": 0.6, "alpha": 0.5} if last >= _LONG else {"linewidth": 1.2}
     for curve, colour in zip(curves, PALETTE, strict=False):
         points: list[tuple[float, float]] = []
         ends: dict[int, tuple[float, float]] = {}
@@ -173,11 +174,8 @@ def _draw_training(
             points += [(math.nan, math.nan)] if task > before + 1 else []
             points.append(ends[task])
             before = task
-        heavy = last >= _LONG
-        axes.plot(
-            *np.reshape(points, (-1, 2)).T, color=colour, linewidth=0.6 if heavy else 1.2, alpha=0.5 if heavy else None
-        )
-        if heavy:
+        axes.plot(*np.reshape(points, (-1, 2)).T, color=colour, **dense)
+        if last >= _LONG:
             axes.plot(*np.reshape([end for end in ends.values() if end[1] > 0], (-1, 2)).T, color=colour, linewidth=2)
     axes.set_yscale("log")
     axes.set_ylim(*bounds)

@@ -12,7 +12,7 @@ from xkfac.experiments.recipes.toml_tables import write_value
 from xkfac.experiments.report.choices import read_tuned
 from xkfac.experiments.report.comparison import compare, comparison_table
 from xkfac.experiments.report.figures import draw_all
-from xkfac.experiments.report.image_tables import accuracy_table, image_tables, inference_table, share_table, tables_csv
+from xkfac.experiments.report.image_tables import image_tables, inference_table, tables_csv
 from xkfac.experiments.report.lines import ReportLine, ReportRun, furthest, report_runs, started
 from xkfac.experiments.report.summary import columns, summary, summary_csv
 from xkfac.experiments.report.tables import counted, render
@@ -53,7 +53,7 @@ def write_report(runs: Sequence[RunResults], folder: Path) -> tuple[Path, list[P
         top=_headline(lines),
         runs=[_facts(run) for run in reported],
         tradeoffs=[{"run": found.run, "table": tradeoff_table(found)} for found in curves],
-        images={name: [accuracy_table(of), *([share_table(of)] if of.learnt else [])] for name, of in images.items()},
+        images={name: tables.shown() for name, tables in images.items()},
         summary=summary(lines),
         columns=[column for column in columns(lines) if "after" not in column.title],
         inferred=inference_table(lines),

@@ -176,8 +176,8 @@ def _by_seed(jobs: Iterable[JobResult], tops: Mapping[str, Ceiling]) -> dict[int
     """
     found = {}
     for job in jobs:
-        end, first = job.final(), job.accuracy[0] if job.accuracy else None
-        if end is None or not first or not first[0] or len(job.tasks) < 2:
+        end = job.final()
+        if end is None or not (first := job.accuracy[0]) or not first[0] or len(job.tasks) < 2:
             continue
         shares = []
         for task in job.tasks[1:]:
