@@ -15,7 +15,7 @@ from nets import NETS
 from resident import PLAIN
 from turns import Row
 
-from xkfac.experiments.report.styles import PALETTE, SOFT, looks, rendered
+from xkfac.experiments.report.drawing import PALETTE, SOFT, looks, rendered
 
 Cost = dict[str, dict[str, Row]]
 Memory = dict[str, dict[str, tuple[float, float | None]]]

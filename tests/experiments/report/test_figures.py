@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import made_up
 from xkfac.errors import XkfacError
-from xkfac.experiments.report import comparison, drawing, figures, lines, styles, summary, tables
+from xkfac.experiments.report import comparison, drawing, figures, lines, summary, tables
 from xkfac.experiments.report.lines import report_runs
 from xkfac.experiments.runs.results import JobResult, Spread
 
@@ -213,10 +213,10 @@ def test_lines_that_no_figure_shows_have_their_own(tmp_path):
 
 
 def drawn_curve(name, run):
-    axes = styles.mpl.figure.Figure().add_subplot()
+    axes = drawing.mpl.figure.Figure().add_subplot()
     entry = next(entry for entry in lines_of(run) if entry.name == name)
     curve = entry.curve(JobResult.average_accuracy)
-    figures._draw_curve(axes, entry, curve, styles.style_of(entry.index, entry.hue, entry.line), 10)
+    figures._draw_curve(axes, entry, curve, drawing.style_of(entry.index, entry.hue, entry.line), 10)
     return axes
 
 
@@ -251,16 +251,16 @@ def test_joint_training_at_one_number_of_tasks_is_a_level():
 
 def test_styles_of_25_lines_differ():
     run = made_up.large(repeats=1, tasks=2, epochs=1)
-    looks = [styles.style_of(entry.index, entry.hue, entry.line) for entry in lines_of(run)]
+    looks = [drawing.style_of(entry.index, entry.hue, entry.line) for entry in lines_of(run)]
     assert len({(style["color"], style["marker"]) for style in looks}) == 25
 
 
 def test_lines_of_one_figure_have_colours_of_their_own():
-    assert len(styles.PALETTE) == lines.HUES
+    assert len(drawing.PALETTE) == lines.HUES
     text = made_up.SMALL + "".join(f'[lines.more-{i}]\nmethod = "kfac"\n' for i in range(12))
     few = [f"more-{i}" for i in (0, 3, 7, 11)]
     run = made_up.run(text + f"[figures.few]\nlines = {[*few, 'xkfac', 'kfac', 'joint']}\n", [made_up.job("xkfac")])
-    looks = {e.name: styles.style_of(e.index, e.hue, e.line)["color"] for e in lines_of(run)}
+    looks = {e.name: drawing.style_of(e.index, e.hue, e.line)["color"] for e in lines_of(run)}
     assert len({looks[name] for name in (*few, "xkfac", "kfac", "joint")}) == 7
 
 

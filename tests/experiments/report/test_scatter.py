@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 from scipy.stats import spearmanr
 
-from xkfac.experiments.report import scatter, styles
+from xkfac.experiments.report import drawing, scatter
 from xkfac.experiments.report.scatter import draw_scatter, rank_correlation
 from xkfac.experiments.tuning.trials import Point
 
@@ -85,14 +85,14 @@ def test_each_panel_shows_the_points_of_its_task_and_row(tmp_path, monkeypatch):
             shown = [(p.target, p.average) for p in points if (p.task, p.label, p.balanced) == (task, label, balanced)]
             assert sorted(zip(*lines[hue].get_data(), strict=True)) == sorted(shown)
             assert (to_hex(lines[hue].get_color()), lines[hue].get_marker()) == (
-                styles.PALETTE[hue],
-                styles.MARKERS[hue],
+                drawing.PALETTE[hue],
+                drawing.MARKERS[hue],
             )
             assert lines[hue].get_linestyle() == "None"
         chosen = [(p.target, p.average) for p in points if (p.task, p.balanced, p.chosen) == (task, balanced, True)]
         assert sorted(zip(*lines[2].get_data(), strict=True)) == sorted(chosen)
         assert len(chosen) == 2
-        assert (lines[2].get_markerfacecolor(), to_hex(lines[2].get_color())) == ("none", styles.INK)
+        assert (lines[2].get_markerfacecolor(), to_hex(lines[2].get_color())) == ("none", drawing.INK)
         assert lines[2].get_markersize() > 1.5 * lines[0].get_markersize()
         written = [text.get_text() for text in panel.texts]
         sign = "" if balanced else "−"
@@ -128,7 +128,7 @@ def test_the_files_have_every_point_and_the_page_its_own_colours(tmp_path):
     assert ElementTree.parse(files["svg"]).getroot().tag.endswith("svg")
     for variable in ("--hue-0", "--hue-1", "--ink", "--soft", "--paper"):
         assert f"var({variable})" in drawn.element
-    assert all(hue not in drawn.element for hue in (*styles.PALETTE, styles.INK, styles.SOFT, styles.GRID))
+    assert all(hue not in drawn.element for hue in (*drawing.PALETTE, drawing.INK, drawing.SOFT, drawing.GRID))
     assert ElementTree.fromstring(drawn.element).attrib["aria-label"] == drawn.alt
     assert "Birds, without α: 12 settings, rank correlation -0." in drawn.alt
 

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.report.styles import GRID, PALETTE
+from xkfac.experiments.report.drawing import GRID, PALETTE
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:

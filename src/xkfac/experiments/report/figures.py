@@ -12,11 +12,10 @@ from matplotlib.axes import Axes
 
 from xkfac.experiments.recipes.parsing import LONGEST_NAME
 from xkfac.experiments.recipes.recipe import Figure
-from xkfac.experiments.report.drawing import SPREAD, Plot, curves, whole_ticks
+from xkfac.experiments.report.drawing import SPREAD, Plot, Style, curves, style_of, whole_ticks
 from xkfac.experiments.report.lines import Curve, ReportLine, ReportRun
 from xkfac.experiments.report.multiples import draw_matrices, draw_training
 from xkfac.experiments.report.scatter import SCATTER, draw_scatter
-from xkfac.experiments.report.styles import Style, style_of
 from xkfac.experiments.report.tables import number, printable, spread_cells
 from xkfac.experiments.report.tradeoff_figure import TRADEOFF, draw_tradeoff
 from xkfac.experiments.report.tradeoff_tables import Tradeoffs

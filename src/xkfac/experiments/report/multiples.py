@@ -16,9 +16,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from xkfac.errors import shortened
-from xkfac.experiments.report.drawing import SPREAD, Plot, multiples, whole_ticks
+from xkfac.experiments.report.drawing import PALETTE, SPREAD, Plot, Style, multiples, whole_ticks
 from xkfac.experiments.report.lines import ReportLine
-from xkfac.experiments.report.styles import PALETTE, Style
 from xkfac.experiments.report.tables import printable, spread_cells
 from xkfac.experiments.runs.results import Spread, spread
 

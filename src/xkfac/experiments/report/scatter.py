@@ -17,8 +17,7 @@ from matplotlib.lines import Line2D
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
 from xkfac.errors import shortened
-from xkfac.experiments.report.drawing import Limits, Plot, multiples
-from xkfac.experiments.report.styles import INK, MARKERS, PALETTE, SOFT, Style, filled
+from xkfac.experiments.report.drawing import INK, MARKERS, PALETTE, SOFT, Limits, Plot, Style, filled, multiples
 from xkfac.experiments.report.tables import decimal, printable
 from xkfac.experiments.tuning.trials import Point
 

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from xkfac.experiments.report.drawing import Limits, Plot, curves
+from xkfac.experiments.report.drawing import DOTTED, HOLLOW, INK, Limits, Plot, Style, curves, style_of
 from xkfac.experiments.report.lines import HUES
-from xkfac.experiments.report.styles import DOTTED, HOLLOW, INK, Style, style_of
 from xkfac.experiments.report.tables import number, spread_cells
 from xkfac.experiments.report.tradeoff_tables import Tradeoff, Tradeoffs, in_percent, reach
 from xkfac.experiments.runs.results import Spread
