@@ -53,7 +53,7 @@ def style_of(index: int, hue: int, line: Line) -> Style:
         return {"color": INK, "linestyle": DOTTED, "marker": marker, "markersize": size + 1, **HOLLOW}
     method = line.resolved_method()
     dashes = _DASHES.get(method.settings.kind if method.penalised else "none", "solid")
-    return filled(PALETTE[hue % len(PALETTE)], marker, size) | {"linestyle": dashes}
+    return filled(PALETTE[hue], marker, size) | {"linestyle": dashes}
 
 
 def filled(colour: str, marker: str, size: float = 6.0) -> Style:
