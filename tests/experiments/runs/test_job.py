@@ -63,7 +63,9 @@ def test_a_job_that_is_killed_again_and_again_gives_the_numbers_of_an_unbroken_o
 
 def test_jobs_killed_at_random_moments_give_the_bits_of_unbroken_ones(tmp_path):
     """A handful of what benchmarks/kills.py does; the width is one whose products round by the address of a memory."""
-    made = small.recipe("defaults.widths=[8, 128]", "defaults.epochs=12")  # long beside the moments, on a fast machine too
+    made = small.recipe(
+        "defaults.widths=[8, 128]", "defaults.epochs=12"
+    )  # long beside the moments, on a fast machine too
     moments = random.Random(5)
     unbroken, run = small.make(tmp_path / "unbroken", made), small.make(tmp_path / "run", made)
     for name in ("xkfac", "balanced"):
@@ -239,7 +241,7 @@ def test_test_data_has_no_part_in_any_choice(unbroken, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["xkfac", "ewc", "fixed-bn", "own-bn", "own-layers", "validation", "plain"])
 def test_the_examples_of_earlier_tasks_are_not_looked_at_again(unbroken, tmp_path, monkeypatch, name):
-    real, pools, old_tasks = tasks.permuted_examples, [], []
+    real, pools, old_tasks = tasks.PermutedExamples, [], []
 
     def watched(part, permutations):
         (columns,) = permutations
@@ -252,7 +254,7 @@ def test_the_examples_of_earlier_tasks_are_not_looked_at_again(unbroken, tmp_pat
         pools.append(made)
         return made
 
-    monkeypatch.setattr(tasks, "permuted_examples", watched)
+    monkeypatch.setattr(tasks, "PermutedExamples", watched)
     job = learn(tmp_path / "run", LINES[name])
     assert old_tasks == sorted(old_tasks)
     assert set(old_tasks) == {0, 1, 2}

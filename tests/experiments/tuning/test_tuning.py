@@ -111,13 +111,13 @@ def brute_force(line, folder, floors=None):
             learner.state.stage = task
             if weights is not None and line.method != "single":
                 learner.model.load_state_dict(weights)
-            if learner.learn(learner.stages[task], {}):
+            if learner.learn(task, {}):
                 right = sequence.accuracy(learner.model, task, "validation")
                 found.append((right, -point.lr, point.damping, place.events()[-1]["loss"], learner))
         right, lr, damping, loss, best = max(found, key=lambda each: each[:3])
         best.line = line
         if line.method != "single":
-            best.remember(best.stages[task])
+            best.remember(task)
         weights, memory = best.model.state_dict(), best.memory
         yield (-lr, damping, right), loss
 

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -27,6 +27,7 @@ from xkfac.experiments.recipes.recipe import DataSet
 DIGITS_TEST = 400
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
 TIMEOUT = 30.0
+Batch = tuple[Tensor, Tensor]
 LARGEST_FILE = 2**26  # bytes, unpacked; those of MNIST have 47 million at most
 _UNREADABLE = (OSError, EOFError, ValueError, zlib.error)
 
@@ -112,6 +113,34 @@ def batches(count: int, size: int, *, seed: int, task: int, epoch: int, what: st
         raise DataError(f"the batch size is {size}, but there are {count} examples; choose a smaller one")
     order = torch.randperm(count, generator=stream(what, seed, task, epoch), device="cpu")
     return order[: count // size * size].view(-1, size)
+
+
+class PermutedExamples:
+    """A part to train on under permutations [features]: [n] examples of a single one, which is applied now, or more."""
+
+    def __init__(self, part: Part, permutations: Sequence[Tensor]) -> None:
+        self.device = part.x.device
+        self._permutations = torch.stack([*permutations]).to(self.device)
+        alone = len(permutations) == 1
+        self.part = Part(part.x.index_select(1, self._permutations[0]), part.y) if alone else part
+
+    def __len__(self) -> int:
+        return len(self.part) * len(self._permutations)
+
+    def take(self, index: Tensor) -> Batch:
+        """Return the examples `index` [N] as inputs [N, features] and labels [N]."""
+        if len(self._permutations) == 1:
+            return self.part.x.index_select(0, index), self.part.y.index_select(0, index)
+        task, example = index // len(self.part), index % len(self.part)
+        x = self.part.x.index_select(0, example)
+        return x.gather(1, self._permutations.index_select(0, task)), self.part.y.index_select(0, example)
+
+    def chunks(self) -> Iterable[Batch]:
+        """Return all examples under a single permutation in large batches."""
+        return list(zip(*(torch.split(t, 8192) for t in (self.part.x, self.part.y)), strict=True))
+
+    def redraw(self, *key: int) -> None:
+        """Do nothing: these examples have nothing random about them."""
 
 
 def load(

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,13 +15,33 @@ from xkfac import files as storage
 from xkfac.errors import MemoryFileError, XkfacError
 from xkfac.experiments.files import LARGEST_RECORD, read_json, read_regular, reason, replace_file
 from xkfac.experiments.recipes.recipe import Plan
-from xkfac.experiments.records import MemoryName
+from xkfac.experiments.records import MemoryName, Percent, Whole
 from xkfac.experiments.runs.events import Event, EventsError, job_result, parse_events
 from xkfac.experiments.runs.results import JobResult
-from xkfac.experiments.runs.stages import JobState
-from xkfac.plain_values import Record, from_plain, record_of
+from xkfac.plain_values import Amount, Record, from_plain, record_of
 
 CHECKPOINT = "xkfac-checkpoint"
+
+
+@dataclass
+class JobState:
+    """Where a job is: everything that a checkpoint holds beside tensors and memory.
+
+    rate: what learning rates of protected parameters are multiplied by. singles: for networks of their own, the
+    accuracy of each so far.
+    """
+
+    stage: int = 0
+    epoch: int = 0
+    best: float = -1.0
+    kept: Whole = -1
+    before: Percent | None = None
+    seconds: Amount = 0.0
+    diverged: bool = False
+    rate: Amount = 1.0
+    singles: list[Percent] = field(default_factory=list)
+
+
 STATE = Record(
     {"events": int}, {"events_sha256": str, "memory": MemoryName | None, **record_of(JobState).free}, more=True
 )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xkfac.experiments.runs.training import Batch
+from xkfac.experiments.data.digits import Batch
 from xkfac.routing.router import By, Router
 
 Loader = Callable[[int], Iterable[Batch]]

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from xkfac.experiments.data.augmentation import Augmentation
-from xkfac.experiments.data.digits import Part, Parts, permutation, stream
+from xkfac.experiments.data.augmentation import Augmentation, ImageExamples
+from xkfac.experiments.data.digits import Batch, Part, Parts, PermutedExamples, permutation
 from xkfac.experiments.networks.backbones import ManyHeaded
 from xkfac.experiments.networks.perceptron import perceptron
 from xkfac.experiments.recipes.recipe import Line
 from xkfac.experiments.runs.job_folder import RunError
 from xkfac.experiments.runs.task_inference import measure, measure_heads, meet
-from xkfac.experiments.runs.training import Batch, Examples, PermutedExamples, accuracy, permuted_examples
+from xkfac.experiments.runs.training import accuracy
 from xkfac.routing.router import By, Router
 from xkfac.task_layers import enter_task, give_task_layers, give_task_norms, using_task
 
@@ -117,12 +117,12 @@ class PermutedTasks(_Tasks):
     def train(self, tasks: range) -> PermutedExamples:
         """Return the training examples under the permutations of some tasks."""
         self._check(tasks)
-        return permuted_examples(self.parts.train, [self._permutations[task] for task in tasks])
+        return PermutedExamples(self.parts.train, [self._permutations[task] for task in tasks])
 
     def fixed(self, task: int, part: Literal["train", "validation"]) -> PermutedExamples:
         """Return a part under the permutation of a task."""
         self._check((task,))
-        return permuted_examples(getattr(self.parts, part), [self._permutations[task]])
+        return PermutedExamples(getattr(self.parts, part), [self._permutations[task]])
 
     def accuracy(self, model: nn.Module, task: int, part: Literal["validation", "test"]) -> float:
         """Return the percentage of a part under the permutation of a task that the network gets right."""
@@ -133,39 +133,6 @@ class PermutedTasks(_Tasks):
         # Where tasks have their own layers, this is of the task that is learnt, for choices on it.
         with using_task(model, self.tasks[task]) if self._met else contextlib.nullcontext():
             return accuracy(model, self._batches(chosen, task))
-
-
-@dataclass(eq=False)
-class ImageExamples(Examples):
-    """Images that are augmented by draws which `redraw` makes for each of them, or not at all."""
-
-    images: Part
-    augmentation: Augmentation
-    augmented: bool
-
-    def __post_init__(self) -> None:
-        self.device = self.images.x.device
-        self._draws = torch.zeros(len(self.images) if self.augmented else 0, 5, device=self.device)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def redraw(self, *key: int) -> None:
-        """Draw the crop and the side of each image anew, in place, so that a captured graph finds them."""
-        if self.augmented:
-            self._draws.copy_(self.augmentation.draw((len(self),), stream("augmentation", *key)))
-
-    def take(self, index: Tensor) -> Batch:
-        """Return the images `index` [N] as inputs [N, 3, pixels, pixels] and labels [N]."""
-        x, y = self.images.x.index_select(0, index), self.images.y.index_select(0, index)
-        if self.augmented:
-            return self.augmentation.augmented(x, self._draws.index_select(0, index)), y
-        return self.augmentation.plain(x), y
-
-    def chunks(self) -> Iterable[Batch]:
-        """Yield all of them in their order."""
-        for index in torch.split(torch.arange(len(self), device=self.device), 256):
-            yield self.take(index)
 
 
 @dataclass

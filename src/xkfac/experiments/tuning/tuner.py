@@ -163,7 +163,7 @@ class Tuner:
         carried = learning.turn_to(task, weights, self._memory(job, task))
         finite = False
         with contextlib.suppress(NotFiniteError):
-            finite = learning.learn(learning.stages[task], carried)
+            finite = learning.learn(task, carried)
         state = learning.state
         validation = learning.sequence.accuracy(learning.model, task, "validation") if finite else None
         outcome = TrialResult(number, point.lr, point.damping, validation, state.kept, state.seconds)
@@ -202,7 +202,7 @@ class Tuner:
         learning.memory = self._memory(job, task)
         learning.sequence.enter(learning.model, task)
         try:
-            learning.remember(learning.stages[task])
+            learning.remember(task)
         except NotFiniteError:
             return False
         assert learning.memory is not None
