@@ -26,7 +26,7 @@ from xkfac.experiments.files import LARGEST_TEXT, check_path, locked, read_json,
 from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.recipes.recipe import SINGLE, Recipe
 from xkfac.experiments.records import FACTS
-from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError, digest_of, write_text, writing
+from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError, digest_of, held, write_text
 from xkfac.experiments.runs.results import LineResults, RunResults
 from xkfac.plain_values import from_plain
 
@@ -124,9 +124,7 @@ class RunFolder:
         Raises RunError when another process holds it. A lock ends with the processes that hold it, however they end.
         """
         path = self.path / "lock"
-        with contextlib.ExitStack() as holding:
-            with writing(path):
-                handle = holding.enter_context(locked(path, shared=shared, wait=_MOMENT))
+        with held(path, shared=shared, wait=_MOMENT) as handle:
             if handle is None:
                 owner = path.read_text(errors="replace")[:100].strip() or "another process"
                 raise RunError(f"the run '{self.path}' is in use by {owner}; wait until it ends, or stop it first")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError, XkfacError
-from xkfac.experiments.files import LARGEST_RECORD, read_json, read_regular, reason, replace_file
+from xkfac.experiments.files import LARGEST_RECORD, locked, read_json, read_regular, reason, replace_file
 from xkfac.experiments.recipes.recipe import Plan
 from xkfac.experiments.records import MemoryName, Percent, Whole
 from xkfac.experiments.runs.events import Event, EventsError, job_result, parse_events
@@ -224,6 +224,15 @@ def _numbered(folder: Path, name: str) -> list[tuple[int, Path]]:
     """Return the files NAME-NUMBER.safetensors of a folder with their numbers, the latest last."""
     found = [(path.stem.rpartition("-")[2], path) for path in folder.glob(f"{name}-*.safetensors")]
     return sorted((int(number), path) for number, path in found if number.isdecimal())
+
+
+@contextlib.contextmanager
+def held(path: Path, *, shared: bool = False, wait: float = 0.0) -> Iterator[int | None]:
+    """Lock a file as `locked` does; raises NotWritten where it cannot be made."""
+    with contextlib.ExitStack() as holding:
+        with writing(path):
+            handle = holding.enter_context(locked(path, shared=shared, wait=wait))
+        yield handle
 
 
 @contextlib.contextmanager

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
-from xkfac.experiments.files import locked
 from xkfac.experiments.recipes.recipe import SINGLE, Line
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
-from xkfac.experiments.runs.job_folder import JobFolder, RunError, write_record, writing
+from xkfac.experiments.runs.job_folder import JobFolder, RunError, held, write_record, writing
 from xkfac.experiments.runs.run_data import ImageData, PartName, PermutedData, load_run_data
 from xkfac.experiments.runs.tasks import TaskSequence
 from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision
@@ -79,7 +78,7 @@ class Tuner:
 
     def work(self) -> None:
         """Go on until every job is done with the phase, by whomever; jobs that fail here are left aside."""
-        step = {"prepare": self._prepare, "choose": self._choose, "measure": self._measure}[self.phase]
+        step = self._measure if self.phase == "measure" else self._choose
         while waiting := [
             job for job in self.jobs if job.name not in self.failures and not phase_done(job, self.phase)
         ]:
@@ -94,37 +93,16 @@ class Tuner:
             self.failures[job.name] = str(error)
             return True
 
-    @contextlib.contextmanager
-    def _held(self, path: Path) -> Iterator[bool]:
-        """Try to lock a file for as long as this lasts; yield whether it worked."""
-        with contextlib.ExitStack() as holding:
-            with writing(path):
-                handle = holding.enter_context(locked(path))
-            yield handle is not None
-
-    def _prepare(self, job: TunedJob) -> bool:
-        """Make the first stage of a job: the source, learnt with the line's own settings where it is not given."""
-        with self._held(job.lock) as free:
-            if not free or job.stage(0).choice() is not None:
-                return free
-            sequence = self._sequence(job)
-            given = sequence.known > 0
-            point = GridPoint(job.line.lr, job.line.damping if job.line.penalised else None)
-            trial = job.stage(0).trial(0)
-            outcomes = [] if given else [trial.outcome() or self._learn(job, 0, 0, point, trial)]
-            self._settle(job, 0, outcomes, given=given)
-        return True
-
     def _choose(self, job: TunedJob) -> bool:
         """Learn a trial of a job, or choose among those of its task; False while others have to come first."""
         task = len(job.choices())
-        if job.chosen() or not self._floors_known(job, task):
+        if phase_done(job, self.phase) or not self._floors_known(job, task):
             return False
+        points = self._points(job, task)
         with contextlib.ExitStack() as holding:
-            with self._held(job.lock) as free:
-                if not free or job.stage(task).choice() is not None:
-                    return free
-                points = grid_of(job.line)
+            with held(job.lock) as lock:
+                if lock is None or job.stage(task).choice() is not None:
+                    return lock is not None
                 trials = [job.stage(task).trial(number) for number in range(len(points))]
                 outcomes = [outcome for outcome in (trial.outcome() for trial in trials) if outcome is not None]
                 if len(outcomes) == len(points):
@@ -136,18 +114,25 @@ class Tuner:
             self._learn(job, task, number, points[number], trials[number])
         return True
 
+    def _points(self, job: TunedJob, task: int) -> list[GridPoint]:
+        """Return what is tried on a task; on the source the settings of the line, and nothing where it is given."""
+        if task:
+            return grid_of(job.line)
+        own = GridPoint(job.line.lr, job.line.damping if job.line.penalised else None)
+        return [] if self._sequence(job).known else [own]
+
     def _take(self, trials: Iterable[TrialFolder], holding: contextlib.ExitStack) -> int | None:
         """Return the number of a trial to work on, held: the first that has not ended and that nobody works on."""
         for number, trial in enumerate(trials):
-            lock = self._held(trial.path / "lock")
+            lock = held(trial.path / "lock")
             # Whoever held it may have ended it just before it was free.
-            if trial.outcome() is None and holding.enter_context(lock) and trial.outcome() is None:
+            if trial.outcome() is None and holding.enter_context(lock) is not None and trial.outcome() is None:
                 return number
         return None
 
     def _floors_known(self, job: TunedJob, task: int) -> bool:
         """Whether the networks of their own that the losses of a task are balanced by were all chosen."""
-        if not job.line.balance:
+        if not job.line.balance or task == 0:
             return True
         singles = [each for each in self.jobs if each.line.method == SINGLE and each.folder.seed == job.folder.seed]
         failed = next((each for each in singles if each.name in self.failures), None)
@@ -157,9 +142,8 @@ class Tuner:
 
     def _learn(self, job: TunedJob, task: int, number: int, point: GridPoint, trial: TrialFolder) -> TrialResult:
         """Learn a trial, or go on with it, to its end."""
-        line = point.of(job.line) if task else job.line
-        learning = self._job_run(job, task, line, trial)
-        weights = job.stage(task - 1).weights() if task and line.method != SINGLE else None
+        learning = self._job_run(job, task, point.of(job.line), trial)
+        weights = job.stage(task - 1).weights() if task and job.line.method != SINGLE else None
         carried = learning.turn_to(task, weights, self._memory(job, task))
         finite = False
         with contextlib.suppress(NotFiniteError):
@@ -177,17 +161,17 @@ class Tuner:
         options: dict[str, Any] = {"floors": floors, "autocast": autocast_of(self.run)}
         return JobRun(line, seed, sequence, folder, self.checkpoint_seconds, **options)
 
-    def _settle(self, job: TunedJob, task: int, outcomes: list[TrialResult], *, given: bool = False) -> None:
+    def _settle(self, job: TunedJob, task: int, outcomes: list[TrialResult]) -> None:
         """Choose among the trials of a task and extend the memory; the caller holds the lock of the job."""
         stage, tasks, order = job.stage(task), self._sequence(job).tasks, ranked(outcomes)
         job.sweep(task)
         while order and not self._remember(job, task, order[0]):
             order = order[1:]  # a trial whose curvature is not finite has diverged too
-        if given:
+        if not outcomes:  # the source is given
             self._remember(job, task, None)
         best, second = (*order, None, None)[:2]
-        lost = len(outcomes) - len(order)
-        job.choose(task, Choice(tasks[task], best, second, len(outcomes), lost, not given and best is None), tasks)
+        lost, diverged = len(outcomes) - len(order), bool(outcomes) and best is None
+        job.choose(task, Choice(tasks[task], best, second, len(outcomes), lost, diverged), tasks)
         for each in outcomes:
             if each != best and not self.run.facts["tuning"]["scatter"]:
                 remove(stage.trial(each.number).weights_file)
@@ -228,17 +212,17 @@ class Tuner:
     def _measure(self, job: TunedJob) -> bool:
         """Measure a stage of a job on test parts; when all are, end the job."""
         for task in job.stages():
-            with self._held(job.stage(task).path / "lock") as free:
-                if free and job.stage(task).measured() is None:
+            with held(job.stage(task).path / "lock") as lock:
+                if lock is not None and job.stage(task).measured() is None:
                     self._measure_stage(job, task)
                     return True
         if any(job.stage(task).measured() is None for task in job.stages()):
             return False
-        with self._held(job.lock) as free:
-            if free:
+        with held(job.lock) as lock:
+            if lock is not None:
                 job.sweep()
                 job.tell(self._sequence(job).tasks)
-        return free
+        return lock is not None
 
     def _measure_stage(self, job: TunedJob, task: int) -> None:
         stage, sequence, single = job.stage(task), self._sequence(job), job.line.method == SINGLE
