@@ -11,8 +11,19 @@ from typing import Any
 from xkfac.curvature.operator import Settings
 from xkfac.errors import XkfacError, nearest, shortened
 from xkfac.experiments.files import LARGEST_TEXT, check_path, read_regular, reason
-from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Data, Figure, Images, Line, Recipe, Task, without_effect
-from xkfac.experiments.recipes.sweeps import check_point, expanded, swept_key
+from xkfac.experiments.recipes.recipe import (
+    JOINT,
+    SINGLE,
+    TABLES,
+    Data,
+    Figure,
+    Images,
+    Line,
+    Recipe,
+    Task,
+    without_effect,
+)
+from xkfac.experiments.recipes.sweeps import expanded, swept_key
 from xkfac.experiments.recipes.toml_tables import (
     RecipeError,
     as_table,
@@ -31,7 +42,6 @@ _MOST_DRAWS = 1_000_000
 
 # Keys of lines that recorded runs still have, each with the value at which it never had an effect.
 _RETIRED = {"clip": 0.0}
-_MISSING = object()
 
 
 def named_recipes() -> dict[str, str]:
@@ -84,15 +94,14 @@ def _leave_out_defaults(table: dict[str, Any]) -> None:
     """Take keys out of lines whose values are the defaults, or which never had an effect at their values."""
     defaults = {f.name: f.default for f in fields(Line) if f.name not in ("label", "tasks")} | _RETIRED
     for name, line in as_table(table.get("lines", {}), "lines").items():
-        for key in [key for key in as_table(line, f"lines.{name}") if line[key] == defaults.get(key, _MISSING)]:
+        for key in [key for key in as_table(line, f"lines.{name}") if key in defaults and line[key] == defaults[key]]:
             del line[key]
 
 
 def _recipe(table: dict[str, Any], source: str) -> Recipe:
-    table = dict(table)
-    parts = ("defaults", "lines", "figures", "data", "images", "tasks")
-    given = {key: as_table(table.pop(key), key) for key in parts if key in table}
-    defaults, lines, figures = (given.get(key, {}) for key in parts[:3])
+    check_keys(table, {"defaults", *(f.name for f in fields(Recipe))}, source)
+    given = {key: as_table(table[key], key) for key in ("defaults", *TABLES) if key in table}
+    defaults, lines, figures = (given.get(key, {}) for key in ("defaults", "lines", "figures"))
     if not lines:
         raise RecipeError(f"'{source}' has no [lines.NAME] table, so there is nothing to run; add one for each curve")
     with_images = "images" in given or "tasks" in given
@@ -112,11 +121,8 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     alone = tuple(name for name, line in built.items() if not line.sweep)
     if not drawn and alone:  # sweeps have a figure of their own
         drawn = {"accuracy": Figure("Average accuracy", lines=alone)}
-    known = {f.name for f in fields(Recipe)} - {"lines", "figures", "data", "images", "tasks"}
-    check_keys(table, known | set(parts), source)
-    recipe: Recipe = build(
-        Recipe, {"name": Path(source).stem, **table}, source, lines=built, figures=drawn, **{"data": Data(), **world}
-    )
+    plain = {"name": Path(source).stem, **{key: value for key, value in table.items() if key not in given}}
+    recipe: Recipe = build(Recipe, plain, source, lines=built, figures=drawn, **world)
     _check_recipe(recipe)
     return recipe
 
@@ -178,25 +184,14 @@ def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mappi
         raise RecipeError(f"{where}: tasks is {line.tasks}, and the recipe has {len(tasks)} [tasks.NAME] tables")
     check_keys(line.curvature, {f.name for f in fields(Settings)}, f"{where}: curvature")
     try:
-        line.resolved_method()
+        resolved = line.resolved_method()
     except XkfacError as error:
         raise RecipeError(f"{where}: {error}") from None
-    if line.resolved_method().own_bn and tasks is None and line.norm == "none" and not line.own:
+    if resolved.own_bn and tasks is None and line.norm == "none" and not line.own:
         raise RecipeError(f"{where}: a network without BN leaves nothing to each task; name layers in 'own'")
-    check_point(line, where)
-    _check_grid(line, where)
+    check_keys(line.grid, ("lr", "damping") if resolved.penalised else ("lr",), f"{where}: grid")
     _check_numbers(line, where)
     return line
-
-
-def _check_grid(line: Line, where: str) -> None:
-    allowed = ("lr", "damping") if line.penalised else ("lr",)
-    check_keys(line.grid, allowed, f"{where}: grid")
-    for key, values in line.grid.items():
-        if not typed(values, tuple[float, ...], f"{where}: grid.{key}"):
-            raise RecipeError(f"{where}: grid.{key} is empty; give the values to choose from")
-        if any(not 0 <= value < float("inf") for value in values):
-            raise RecipeError(f"{where}: grid.{key} must be numbers of at least 0, not {values}")
 
 
 def _check_name(name: str, what: str) -> None:
