@@ -1,6 +1,7 @@
 """Commands that work: they train, choose and measure, and leave a run with its report, or a source network."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,15 +169,15 @@ def _with_progress(folder: Path, quiet: bool, work: Callable[[Any], Any]) -> Non
 
 def _tuned(folder: Path, quiet: bool, as_json: bool, work: Callable[[Any], Any]) -> None:
     """Do the work of a tuning with live progress, say what was chosen and why, and write the report."""
-    from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, choice_cells
+    from xkfac.experiments.tuning.trials import CHOICE_COLUMNS
     from xkfac.experiments.tuning.tuning import TuningDisplay
 
     quiet = quiet or as_json
     with interruptible(folder), TuningDisplay(Console(stderr=True, quiet=quiet)) as display:
         found = work(None if quiet else display.show)
     if as_json:
-        print_json({"choices": str(folder / "choices.json"), "chosen": found})
+        print_json({"choices": str(folder / "choices.json"), "chosen": [asdict(choice) for choice in found]})
         return
-    print_table(CHOICE_COLUMNS, map(choice_cells, found))
+    print_table(CHOICE_COLUMNS, [choice.cells() for choice in found])
     print(f"\nchosen by accuracy in % on the validation split of each target: {folder / 'choices.json'}\n")
     finish([folder], folder / "report", as_json=False)

@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -21,13 +21,14 @@ from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.weights import save_source
 from xkfac.experiments.recipes.parsing import parse_recipe
+from xkfac.experiments.records import TrialResult
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import JobRun
 from xkfac.experiments.runs.progress import RunStatus
 from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.tasks import ImageTasks, PermutedTasks, Refused
 from xkfac.experiments.runs.worker import run_job
-from xkfac.experiments.tuning.trials import Choice, GridPoint, TrialResult, TunedJob, grid_of, ranked, tuned_jobs
+from xkfac.experiments.tuning.trials import Choice, GridPoint, TunedJob, grid_of, ranked, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Tuner, phase_done
 from xkfac.experiments.tuning.tuning import chosen, go_on, tune, tuning_status
 
@@ -83,9 +84,8 @@ def job(run, line):
 def told(run, *lines):
     """All events of lines of a run, and what was chosen, beside times."""
     lines = lines or tuple(run.recipe.lines)
-    choices = [each for each in chosen(run) if each["line"] in lines]
-    for choice in choices:
-        choice["runner_up"] = {**(choice["runner_up"] or {}), "seconds": 0}
+    choices = [each for each in chosen(run) if each.line in lines]
+    choices = [replace(each, runner_up=each.runner_up and replace(each.runner_up, seconds=0.0)) for each in choices]
     return [small.told(each.folder) for each in tuned_jobs(run) if each.folder.line in lines], choices
 
 
@@ -414,7 +414,7 @@ def test_the_command_says_what_it_chose_and_leaves_a_run(unbroken, tmp_path, mon
     standing = RunStatus.of(folder)
     assert (standing.state, standing.epochs_done, standing.epochs) == ("complete", 6, 6)
     monkeypatch.setattr("xkfac.experiments.tuning.tuning.Worker.start", None)  # no process is needed any more
-    assert go_on(run) == choices
+    assert [asdict(choice) for choice in go_on(run)] == choices
     with pytest.raises(RunError, match="is a tuning"):
         resume(folder)
 

@@ -119,7 +119,9 @@ def resume(folder: str | Path, *, jobs: int | None = None, show: Show | None = N
     """Go on with a run that was interrupted and return its results; the numbers are those of an unbroken run."""
     run = RunFolder.open(Path(folder))
     if "tuning" in run.facts:
-        raise RunError(f"'{folder}' is a tuning; go on with it by 'xkfac resume', or by xkfac.experiments.tuning.go_on")
+        raise RunError(
+            f"'{folder}' is a tuning; go on with it by 'xkfac resume', or by xkfac.experiments.tuning.tuning.go_on"
+        )
     return _work(run, jobs, show)
 
 

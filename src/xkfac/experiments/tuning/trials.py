@@ -19,14 +19,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Self, TypedDict
 
 from torch import Tensor
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError
 from xkfac.experiments.recipes.recipe import SINGLE, Line
-from xkfac.experiments.records import Percent, Whole
+from xkfac.experiments.records import Percent, TrialResult
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import JobFolder, RunError, read_record, write_record, write_text, writing
 from xkfac.plain_values import Amount, Range
@@ -42,6 +42,11 @@ class GridPoint:
     lr: float
     damping: float | None
 
+    @classmethod
+    def of_trial(cls, trial: TrialResult) -> Self:
+        """Return the setting of a trial."""
+        return cls(trial.lr, trial.damping)
+
     def of(self, line: Line) -> Line:
         """Return a line with this setting in place of its own."""
         return replace(line, lr=self.lr, target_lr=None, damping=line.damping if self.damping is None else self.damping)
@@ -56,21 +61,6 @@ def grid_of(line: Line) -> list[GridPoint]:
     rates = dict.fromkeys(line.grid.get("lr", (lr,)))
     dampings = dict.fromkeys(line.grid.get("damping", (line.damping,))) if line.penalised else (None,)
     return [GridPoint(lr, damping) for lr, damping in itertools.product(rates, dampings)]
-
-
-@dataclass(frozen=True)
-class TrialResult:
-    """What a trial reached: the accuracy of the weights that it kept on the validation part of its task.
-
-    validation: None for a trial that diverged. kept: the epoch whose weights were kept. seconds: its training.
-    """
-
-    number: int
-    lr: Amount
-    damping: Amount | None
-    validation: Percent | None
-    kept: Whole = -1
-    seconds: Amount = 0.0
 
 
 def ranked(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
@@ -110,30 +100,42 @@ class Choice:
         return f"as good as the next of {self.trials}, with the {tie}{lost}"
 
 
-def choice_record(job: JobFolder, choice: Choice) -> dict[str, Any]:
-    """Return what was chosen for a task of a job, as `choices.json` has it."""
-    best, second = choice.chosen, choice.runner_up
-    return {
-        **{"line": job.line, "seed": job.seed, "task": choice.task},
-        **{key: None if best is None else getattr(best, key) for key in ("lr", "damping", "validation")},
-        "runner_up": None if second is None else asdict(second),
-        "trials": choice.trials,
-        "diverged": choice.lost,
-        "why": choice.why,
-    }
+@dataclass(frozen=True)
+class ChoiceEntry:
+    """What was chosen on a task of a job, as `choices.json` has it.
 
+    runner_up: the next best of so many `trials`, some of which `diverged`.
+    """
 
-def choice_cells(record: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a choice, as `choices.json` has it, under `CHOICE_COLUMNS`."""
+    line: str
+    seed: int
+    task: str
+    lr: Amount | None
+    damping: Amount | None
+    validation: Percent | None
+    runner_up: TrialResult | None
+    trials: int
+    diverged: int
+    why: str
 
-    def written(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
+    @classmethod
+    def of(cls, job: JobFolder, choice: Choice) -> Self:
+        """Return the entry of a choice."""
+        best = choice.chosen
+        lr, damping, found = (None, None, None) if best is None else (best.lr, best.damping, best.validation)
+        more = choice.runner_up, choice.trials, choice.lost, choice.why
+        return cls(job.line, job.seed, choice.task, lr, damping, found, *more)
 
-    second = record["runner_up"]
-    if second is not None:
-        second = f"{written(second['validation'], '.2f')} ({GridPoint(second['lr'], second['damping'])})"
-    values = [written(record[key], form) for key, form in (("lr", "g"), ("damping", "g"), ("validation", ".2f"))]
-    return [record["line"], str(record["seed"]), record["task"], *values, second or "-", record["why"]]
+    def cells(self) -> list[str]:
+        """Return its cells under `CHOICE_COLUMNS`."""
+
+        def written(value: float | None, form: str = "g") -> str:
+            return "-" if value is None else format(value, form)
+
+        second, validation = self.runner_up, written(self.validation, ".2f")
+        beside = f"{written(second.validation, '.2f')} ({GridPoint.of_trial(second)})" if second else "-"
+        setting = (written(self.lr), written(self.damping), validation)
+        return [self.line, str(self.seed), self.task, *setting, beside, self.why]
 
 
 @dataclass(frozen=True)
@@ -258,19 +260,16 @@ class TunedJob:
         """What it is called in messages and studies."""
         return f"{self.folder.line}/{self.folder.seed}"
 
-    @property
-    def lock(self) -> Path:
-        """The file that is locked while work of the job is handed out."""
-        return self.folder.path / "lock"
-
     def stage(self, task: int) -> StageFolder:
         """Return the folder of a stage."""
         return StageFolder(self.folder.path / "stages" / str(task), self.folder.line, self.folder.seed)
 
     def choices(self) -> list[Choice]:
         """Return what was chosen so far, task by task."""
-        choices = (self.stage(task).choice() for task in range(self.line.tasks))
-        return list(itertools.takewhile(lambda choice: choice is not None, choices))  # type: ignore[arg-type]
+        found: list[Choice] = []
+        while len(found) < self.line.tasks and (choice := self.stage(len(found)).choice()) is not None:
+            found.append(choice)
+        return found
 
     def chosen(self) -> bool:
         """Whether nothing is left to choose."""

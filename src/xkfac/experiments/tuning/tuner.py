@@ -19,6 +19,7 @@ from torch import nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
 from xkfac.experiments.recipes.recipe import SINGLE, Line
+from xkfac.experiments.records import TrialResult
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
 from xkfac.experiments.runs.job_folder import JobFolder, RunError, held, write_record, writing
@@ -32,7 +33,6 @@ from xkfac.experiments.tuning.trials import (
     Scattered,
     StageFolder,
     TrialFolder,
-    TrialResult,
     TunedJob,
     grid_of,
     ranked,
@@ -100,7 +100,7 @@ class Tuner:
             return False
         points = self._points(job, task)
         with contextlib.ExitStack() as holding:
-            with held(job.lock) as lock:
+            with held(job.folder.path / "lock") as lock:
                 if lock is None or job.stage(task).choice() is not None:
                     return lock is not None
                 trials = [job.stage(task).trial(number) for number in range(len(points))]
@@ -218,7 +218,7 @@ class Tuner:
                     return True
         if any(job.stage(task).measured() is None for task in job.stages()):
             return False
-        with held(job.lock) as lock:
+        with held(job.folder.path / "lock") as lock:
             if lock is not None:
                 job.sweep()
                 job.tell(self._sequence(job).tasks)
