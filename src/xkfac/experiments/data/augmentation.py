@@ -27,7 +27,7 @@ class Augmentation:
     """
 
     pixels: int
-    scale: tuple[float, float] = (0.08, 1.0)
+    scale: tuple[float, ...] = (0.08, 1.0)
     flip: bool = True
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

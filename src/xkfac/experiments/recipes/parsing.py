@@ -220,17 +220,19 @@ def _check_numbers(line: Line, where: str) -> None:
 
 def _check_recipe(recipe: Recipe) -> None:
     _check_name(recipe.name, "recipe")
-    world = "data" if recipe.images is None else "images"
-    chosen, remedy = recipe.images or recipe.data, "some thousands" if recipe.images is None else "a share such as 0.1"
-    if chosen.measure == "validation" and chosen.validation == 0:
-        raise RecipeError(f"{world}.measure is 'validation' and {world}.validation is 0; set it to {remedy}")
+    world, data = recipe.world
+    amount = "some thousands" if world == "data" else "a share such as 0.1"
+    missing = f"{world}.validation is 0; set it to {amount}" if data.validation == 0 else ""
+    if missing and data.measure == "validation":
+        raise RecipeError(f"{world}.measure is 'validation' and {missing}")
     for name, line in recipe.lines.items():
-        wanting = (("early_stopping", line.early_stopping), ("consolidate", line.consolidate == "validation"))
-        needs = next((key for key, wants in (*wanting, ("calibrated", line.calibrated)) if wants), None)
-        if needs and chosen.validation == 0:
-            raise RecipeError(
-                f"lines.{name}: {needs} needs a validation split and {world}.validation is 0; set it to {remedy}"
-            )
+        wants = {
+            "early_stopping": line.early_stopping,
+            "consolidate": line.consolidate == "validation",
+            "calibrated": line.calibrated,
+        }
+        if missing and any(wants.values()):
+            raise RecipeError(f"lines.{name}: {next(filter(wants.get, wants))} needs a validation split and {missing}")
         if line.balance and not any(other.method == SINGLE for other in recipe.lines.values()):
             raise RecipeError(
                 f"lines.{name}: balance needs C_t, the loss that fine-tuning reaches, and no line has the method "

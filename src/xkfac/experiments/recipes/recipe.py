@@ -296,6 +296,11 @@ class Recipe:
         """The seeds of the repeats."""
         return range(self.seed, self.seed + self.repeats)
 
+    @property
+    def world(self) -> tuple[str, Data | Images]:
+        """The table that says what is learnt from, by its name, `data` or `images`."""
+        return ("data", self.data) if self.images is None else ("images", self.images)
+
     def order(self, seed: int) -> tuple[str, ...]:
         """Return the names of the tasks of images in the order in which the repeat of a seed meets them."""
         assert self.images is not None
@@ -340,8 +345,7 @@ class Recipe:
 
     def to_toml(self) -> str:
         """Return the recipe with every key written out, as a run keeps it."""
-        kind = "data" if self.images is None else "images"
-        tables: dict[str, Any] = {kind: getattr(self, kind)}
+        tables: dict[str, Any] = dict([self.world])
         for key in ("tasks", "lines", "figures"):
             tables |= {f"{key}.{write_key(name)}": table for name, table in getattr(self, key).items()}
         rows = self._rows(self)

@@ -133,10 +133,10 @@ class JobFolder:
         for _, path in reversed(self._checkpoints()):
             try:
                 state, tensors = storage.read(path, CHECKPOINT)
-                _check_state(path, state)
+                from_plain(STATE, state, f"the damaged '{path}'")
                 if state.get("memory") is not None:
                     storage.read(self.path / state["memory"])
-            except MemoryFileError as error:
+            except ValueError as error:  # what a file is not read for is one as well
                 damaged.append((path, str(error)))
                 continue
             with writing(self.path):
@@ -185,13 +185,6 @@ class JobFolder:
 def digest_of(content: bytes) -> str:
     """Return the SHA-256 of a content."""
     return hashlib.sha256(content).hexdigest()
-
-
-def _check_state(path: Path, state: Any) -> None:
-    try:
-        from_plain(STATE, state, "it")
-    except ValueError as error:
-        raise MemoryFileError(f"'{path}' is damaged: {error}") from None
 
 
 def write_text(path: Path, text: str) -> None:

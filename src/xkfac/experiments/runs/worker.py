@@ -25,14 +25,15 @@ from xkfac.experiments.recipes.recipe import SINGLE
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
 from xkfac.experiments.runs.job_folder import RunError
-from xkfac.experiments.runs.run_data import ImageData, PermutedData, load_run_data
+from xkfac.experiments.runs.run_data import load_run_data
+from xkfac.experiments.runs.tasks import RunData
 
 Work = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
     """Serve jobs until the input ends."""
-    loaded: list[PermutedData | ImageData] = []
+    loaded: list[RunData] = []
 
     def work(job: dict[str, Any]) -> None:
         run = RunFolder.open(Path(job["run"]))
@@ -80,7 +81,7 @@ def set_precision(run: RunFolder) -> None:
     torch.backends.cudnn.allow_tf32 = precision != "float32"
 
 
-def run_job(run: RunFolder, name: str, seed: int, data: PermutedData | ImageData, checkpoint_seconds: float) -> None:
+def run_job(run: RunFolder, name: str, seed: int, data: RunData, checkpoint_seconds: float) -> None:
     """Run a job of a run, or go on with it, to its end."""
     line = run.recipe.lines[name]
     JobRun(

@@ -23,8 +23,8 @@ from xkfac.experiments.records import TrialResult
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
 from xkfac.experiments.runs.job_folder import JobFolder, RunError, held, write_record, writing
-from xkfac.experiments.runs.run_data import ImageData, PartName, PermutedData, load_run_data
-from xkfac.experiments.runs.tasks import TaskSequence
+from xkfac.experiments.runs.run_data import PartName, load_run_data
+from xkfac.experiments.runs.tasks import RunData, TaskSequence
 from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision
 from xkfac.experiments.tuning.trials import (
     Choice,
@@ -47,7 +47,7 @@ PAUSE = 0.2  # seconds between looks at what others still work on
 _KEPT = 2  # memories, and sequences of tasks, that a process keeps at hand
 
 
-def phase_data(run: RunFolder, phase: Phase) -> PermutedData | ImageData:
+def phase_data(run: RunFolder, phase: Phase) -> RunData:
     """Load what a phase may read: training data of the source, or of the targets, or test parts."""
     recipe = run.recipe
     tasks: list[str] | None = None

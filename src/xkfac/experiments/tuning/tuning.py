@@ -69,8 +69,8 @@ def _check_tunable(recipe: Recipe) -> None:
             f"line '{joint}' learns all tasks at once, the source included, and cannot be tuned on targets alone; "
             "leave it out by naming the others with --line"
         )
-    world = "data" if recipe.images is None else "images"
-    if (recipe.images or recipe.data).validation == 0:
+    world, data = recipe.world
+    if data.validation == 0:
         raise RunError(f"tuning chooses by accuracy on the validation split and {world}.validation is 0; set it")
 
 
