@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.files import at_home, read_regular, replace_file
+from xkfac.experiments.files import data_folder, read_regular, replace_file
 from xkfac.experiments.packages import imported
 from xkfac.experiments.recipes.recipe import DataSet
 
@@ -184,13 +183,12 @@ def _digits() -> list[Tensor]:
 
 def _mnist(folder: Path | str | None, download: bool) -> list[Tensor]:
     """Return images and labels of MNIST, then those of the test part."""
-    folder = folder or os.environ.get("XKFAC_DATA")
-    if not folder:
+    folder = data_folder(folder)
+    if folder is None:
         raise DataError(
             "mnist needs a folder: name one that has its files with --data FOLDER or in the variable XKFAC_DATA, "
             "and add --download to have them fetched into it"
         )
-    folder = at_home(folder)
     if not download and not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist"
         raise DataError(f"'{folder}' {what}; name a folder that has the files of mnist, or add --download")

@@ -226,13 +226,10 @@ def _check_recipe(recipe: Recipe) -> None:
     if missing and data.measure == "validation":
         raise RecipeError(f"{world}.measure is 'validation' and {missing}")
     for name, line in recipe.lines.items():
-        wants = {
-            "early_stopping": line.early_stopping,
-            "consolidate": line.consolidate == "validation",
-            "calibrated": line.calibrated,
-        }
-        if missing and any(wants.values()):
-            raise RecipeError(f"lines.{name}: {next(filter(wants.get, wants))} needs a validation split and {missing}")
+        wanting = (("early_stopping", line.early_stopping), ("consolidate", line.consolidate == "validation"))
+        needs = next((key for key, wants in (*wanting, ("calibrated", line.calibrated)) if wants), None)
+        if missing and needs:
+            raise RecipeError(f"lines.{name}: {needs} needs a validation split and {missing}")
         if line.balance and not any(other.method == SINGLE for other in recipe.lines.values()):
             raise RecipeError(
                 f"lines.{name}: balance needs C_t, the loss that fine-tuning reaches, and no line has the method "
@@ -257,13 +254,11 @@ def _apply(table: dict[str, Any], setting: str) -> None:
     _put(table, keys, value)
     if keys[0] == "defaults" and len(keys) > 1:
         for line in lines.values():
-            if isinstance(line, dict) and keys[1] in line and _same_sweep(keys[1], line, value):
+            if not isinstance(line, dict) or keys[1] not in line:
+                continue
+            # A line that has a sweep of something else, or wants none, keeps that.
+            if keys[1] != "sweep" or (line["sweep"] and swept_key(line["sweep"]) == swept_key(value)):
                 _put(line, keys[1:], value)
-
-
-def _same_sweep(key: str, line: Mapping[str, Any], value: Any) -> bool:
-    """Return False where a setting gives all lines a sweep and one has a sweep of something else, or wants none."""
-    return key != "sweep" or (bool(line["sweep"]) and swept_key(line["sweep"]) == swept_key(value))
 
 
 def _path(text: str, lines: Iterable[str]) -> list[str]:

@@ -11,7 +11,7 @@ from xkfac.errors import XkfacError
 from xkfac.experiments.data.digits import DataError, load
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.data.trees import Tree, find_tree
-from xkfac.experiments.files import at_home
+from xkfac.experiments.files import data_folder
 from xkfac.experiments.recipes.recipe import Recipe
 from xkfac.experiments.runs.tasks import ImageData, PermutedData, RunData
 
@@ -45,7 +45,7 @@ def load_run_data(
         permuted = PermutedData(loaded.to(place))
         _check_layers(permuted, recipe)
         return permuted
-    images, where = recipe.images, at_home(folder) if folder else None
+    images, where = recipe.images, data_folder(folder)
     asked = [name for name in recipe.tasks if tasks is None or name in tasks]
     trees = {name: Tree.read(find_tree(recipe.tasks[name].tree, where)) for name in asked}
     counts = {**(classes or {}), **{name: len(tree.classes) for name, tree in trees.items()}}

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from xkfac.experiments.data.digits import DataError
-from xkfac.experiments.files import at_home, check_path
+from xkfac.experiments.files import check_path, data_folder
 from xkfac.experiments.provenance import device_of, provenance
 from xkfac.experiments.recipes.parsing import load_recipe, parse_recipe
 from xkfac.experiments.recipes.recipe import SINGLE, Recipe
@@ -77,8 +77,7 @@ def checked(
 
     verbose: say on standard error how far images are decoded, which is done once.
     """
-    place, where = device_of(device, RunError), data or os.environ.get("XKFAC_DATA")
-    folder = None if where is None else at_home(where)
+    place, folder = device_of(device, RunError), data_folder(data)
     parse_recipe(recipe.to_toml(), recipe.name)  # one that was made in Python has not been checked
     loaded = load_run_data(
         recipe,
