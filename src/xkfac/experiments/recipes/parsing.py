@@ -31,10 +31,8 @@ from xkfac.experiments.recipes.toml_tables import (
     check_keys,
     check_values,
     parse_toml,
-    read_value,
-    typed,
+    read_setting,
 )
-from xkfac.methods import METHODS
 
 LONGEST_NAME = 100  # what files are called by it must stay below 255 bytes
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -163,15 +161,6 @@ def _check_orders(images: Images, targets: list[str]) -> None:
 def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mapping[str, Task] | None) -> Line:
     where = f"lines.{name}"
     _check_name(name, "line")
-    method = typed({**defaults, **own}.get("method", Line.method), str, f"{where}: method")
-    known = [*METHODS, JOINT, SINGLE]
-    if method not in known:
-        raise RecipeError(
-            f"{where}: method '{shortened(method)}' is not known{nearest(method, known)}; it is one of "
-            f"{', '.join(known)}"
-        )
-    if method == JOINT and tasks is not None:
-        raise RecipeError(f"{where}: method '{JOINT}' is for permuted digits; for images use '{SINGLE}' as the ceiling")
     useless = without_effect({**defaults, **own}, tasks is not None)
     for key, why in useless.items():
         if key in own:
@@ -180,6 +169,8 @@ def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mappi
     line: Line = build(
         Line, {"label": name, **count, **{key: v for key, v in defaults.items() if key not in useless}, **own}, where
     )
+    if tasks is not None and line.method == JOINT:
+        raise RecipeError(f"{where}: method '{JOINT}' is for permuted digits; for images use '{SINGLE}' as the ceiling")
     if tasks is not None and line.tasks > len(tasks):
         raise RecipeError(f"{where}: tasks is {line.tasks}, and the recipe has {len(tasks)} [tasks.NAME] tables")
     check_keys(line.curvature, {f.name for f in fields(Settings)}, f"{where}: curvature")
@@ -243,12 +234,9 @@ def _check_recipe(recipe: Recipe) -> None:
 
 def _apply(table: dict[str, Any], setting: str) -> None:
     """Change a key of a recipe's table by a setting such as "defaults.epochs=2"."""
-    path, equals, text = setting.partition("=")
+    path, value = read_setting(setting, "defaults.epochs=2")
     lines = as_table(table.get("lines", {}), "lines")
     keys = _path(path, lines)
-    if not equals or not all(keys):
-        raise RecipeError(f"the setting '{shortened(setting)}' must have the form key=value, such as defaults.epochs=2")
-    value = read_value(text.strip())
     if keys[0] == "lines" and len(keys) > 2 and keys[1] not in lines:
         raise RecipeError(f"the setting '{shortened(setting)}' names no line{nearest(keys[1], lines)}")
     _put(table, keys, value)
@@ -263,7 +251,7 @@ def _apply(table: dict[str, Any], setting: str) -> None:
 
 def _path(text: str, lines: Iterable[str]) -> list[str]:
     """Return the keys of a path such as "lines.kfac-0.1.lr"; the name of a line may have dots itself."""
-    first, _, rest = text.strip().partition(".")
+    first, _, rest = text.partition(".")
     name = max((name for name in lines if rest.startswith(f"{name}.")), key=len, default="")
     if first == "lines" and name:
         return [first, name, *(key.strip() for key in rest[len(name) + 1 :].split("."))]

@@ -17,7 +17,7 @@ import fnmatch
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from xkfac.errors import nearest
 from xkfac.experiments.recipes.toml_tables import Count, RecipeError, Share, number, whole, write_key, write_value
@@ -30,6 +30,10 @@ Resize = Literal["squash", "crop"]
 JOINT = "joint"
 SINGLE = "single"
 UNPROTECTED = (JOINT, SINGLE)
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[(*METHODS, *UNPROTECTED)]
 SWEPT = ("strength", "lr")
 
 _READING = ("interpretation", "recentre")
@@ -172,7 +176,7 @@ class Line:
     early_stopping: bool = True
     average: Count = 0
     label_smoothing: Share = 0.0
-    method: str = "xkfac"
+    method: MethodName = "xkfac"
     at: tuple[int, ...] = ()
     own: tuple[str, ...] = ()
     interpretation: str | None = None
@@ -362,11 +366,16 @@ class Recipe:
         return [f"{key} = {write_value(value)}" for key, value in values.items() if value is not None]
 
 
+def method_of(line: Mapping[str, Any]) -> Method | None:
+    """Return the library's method of a line as it is written; None where it names none, which is said elsewhere."""
+    method = line.get("method", Line.method)
+    return METHODS.get("fine-tuning" if method in UNPROTECTED else method) if isinstance(method, str) else None
+
+
 def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, str]:
     """Return the keys that would do nothing on a line, each with what it is that they would not act on."""
-    method = line.get("method", Line.method)
-    chosen = METHODS.get("fine-tuning" if method in UNPROTECTED else method)
-    if chosen is None:  # which is said elsewhere
+    method, chosen = line.get("method", Line.method), method_of(line)
+    if chosen is None:
         return {}
     of = f"method '{method}', which"
     rules: list[tuple[bool, tuple[str, ...], str]] = [

@@ -12,9 +12,8 @@ of sweeps. Such a line keeps `sweep = { line = "kfac", label = "K-FAC", key = "s
 from collections.abc import Mapping
 from typing import Any
 
-from xkfac.experiments.recipes.recipe import SWEPT, UNPROTECTED, Line
+from xkfac.experiments.recipes.recipe import SWEPT, method_of
 from xkfac.experiments.recipes.toml_tables import RecipeError, as_table, check_keys, typed
-from xkfac.methods import METHODS
 from xkfac.plain_values import shown
 
 _MARKS = {"strength": ("x", "x"), "lr": ("lr", "lr ")}  # before the value, in names and in labels
@@ -60,9 +59,8 @@ def expanded(
 
 
 def _penalised(table: Mapping[str, Any]) -> bool:
-    method = table.get("method", Line.method)
-    known = METHODS.get(method) if isinstance(method, str) else None  # what is no method is said later
-    return method not in UNPROTECTED and (known is None or known.penalised)
+    method = method_of(table)
+    return method is None or method.penalised
 
 
 def _points(

@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_TEXT, check_path, locked, read_json, read_regular, reason
 from xkfac.experiments.recipes.parsing import parse_recipe
@@ -82,6 +84,11 @@ class RunFolder:
                 "or start a new run"
             ) from None
         return cls(path, recipe, facts)
+
+    @property
+    def place(self) -> torch.device:
+        """The device that the run was started on."""
+        return torch.device(self.facts["place"])
 
     def job(self, line: str, seed: int) -> JobFolder:
         """Return the folder of a job."""

@@ -229,7 +229,7 @@ def most_processes(run: RunFolder, jobs: int | None) -> int:
     """Return how many processes may work on a run side by side, by default one for each core."""
     if jobs is not None and jobs < 1:
         raise RunError(f"jobs must be at least 1, not {jobs}")
-    if torch.device(run.facts["place"]).type == "cuda" and not torch.cuda.is_available():
+    if run.place.type == "cuda" and not torch.cuda.is_available():
         raise RunError(f"the run '{run.path}' was started on a GPU and there is none here; start it anew on the CPU")
     return jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads)
 

@@ -14,7 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
@@ -56,8 +55,8 @@ def phase_data(run: RunFolder, phase: Phase) -> RunData:
         parts = ("test",) if recipe.images is None or recipe.images.measure == "test" else ("validation",)
     else:
         tasks = list(recipe.tasks)[:1] if phase == "prepare" else list(recipe.tasks)[1:]
-    place = torch.device(run.facts["place"])
-    return load_run_data(recipe, run.facts["data"], place, classes=run.facts.get("classes"), tasks=tasks, parts=parts)
+    known = run.facts.get("classes")
+    return load_run_data(recipe, run.facts["data"], run.place, classes=known, tasks=tasks, parts=parts)
 
 
 @dataclass
@@ -205,7 +204,7 @@ class Tuner:
     def _load(self, stage: StageFolder) -> Memory:
         model = self._sequence_of(stage.line, stage.seed).network()
         try:
-            return Memory.load(stage.memory, model, device=torch.device(self.run.facts["place"]))
+            return Memory.load(stage.memory, model, device=self.run.place)
         except MemoryFileError as error:
             raise RunError(f"{error} — or start the tuning anew in another folder") from None
 
