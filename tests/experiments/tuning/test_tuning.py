@@ -314,7 +314,7 @@ def test_measured_are_the_chosen_networks_and_every_trial(unbroken):
     for task in range(3):
         if task:
             assert result.before[task] == sequence.accuracy(model, task, "test")
-        model.load_state_dict(xkfac.stage(task).weights())
+        xkfac.stage(task).load(model)
         assert result.accuracy[task] == [sequence.accuracy(model, known, "test") for known in range(task + 1)]
         if task:
             best, trials = xkfac.choices()[task].chosen, xkfac.stage(task).measured().trials

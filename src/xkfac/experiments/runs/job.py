@@ -60,15 +60,12 @@ class JobRun:
         self._balance: Balance | None = None
         self.model = self.sequence.network()
 
-    def turn_to(self, task: int, weights: Mapping[str, Tensor] | None = None, memory: Memory | None = None) -> Carried:
-        """Turn to the stage of a task by itself, from a given state, or go on with it; return what `learn` carries on.
+    def turn_to(self, task: int, memory: Memory | None) -> Carried:
+        """Turn to the stage of a task by itself, from the model as it is, or go on with it; return what `learn` needs.
 
-        weights: of the network that enters it, by default the initial one. memory: is lent, so that checkpoints leave
-        it out.
+        memory: is lent, so that checkpoints leave it out.
         """
         self.state, self._lent = JobState(stage=task), True
-        if weights is not None:
-            self.model.load_state_dict(weights)
         state = self.folder.restore()
         carried = {} if state is None else self._load(*state)
         self.memory = memory

@@ -3,20 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.data.digits import DataError, load
-from xkfac.experiments.data.images import load_pictures
+from xkfac.experiments.data.images import PART_NAMES, PartName, load_pictures
 from xkfac.experiments.data.trees import Tree, find_tree
 from xkfac.experiments.files import data_folder
 from xkfac.experiments.recipes.recipe import Recipe
 from xkfac.experiments.runs.tasks import ImageData, PermutedData, RunData
-
-PartName = Literal["train", "validation", "test"]
-PARTS: tuple[PartName, ...] = ("train", "validation", "test")
 
 
 def load_run_data(
@@ -27,7 +23,7 @@ def load_run_data(
     download: bool = False,
     classes: Mapping[str, int] | None = None,
     tasks: Sequence[str] | None = None,
-    parts: Sequence[PartName] = PARTS,
+    parts: Sequence[PartName] = PART_NAMES,
     workers: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> RunData:

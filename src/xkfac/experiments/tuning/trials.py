@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError
@@ -203,13 +203,13 @@ class TrialFolder(JobFolder):
         """Remove what a trial that has ended went on from."""
         remove(*self.path.glob("checkpoint-*"), *self.path.glob(".xkfac-*.part"))
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights that it left."""
+    def load(self, model: nn.Module) -> None:
+        """Give a network the weights that it left."""
         try:
             _, tensors = storage.read(self.weights_file, WEIGHTS)
         except MemoryFileError as error:
             raise RunError(f"{error} — or remove the folder '{self.path}' to try this point again") from None
-        return tensors
+        model.load_state_dict(tensors)
 
 
 @dataclass(frozen=True)
@@ -237,10 +237,11 @@ class StageFolder:
         """Return what was measured of the chosen trial and of the others, None if that is still to be done."""
         return read_record(self.path / "measured.json", Measured)
 
-    def weights(self) -> dict[str, Tensor] | None:
-        """Return the weights of the chosen trial, None for those of the initial network."""
+    def load(self, model: nn.Module) -> None:
+        """Give a network the weights of the chosen trial; where the source was given, it keeps those it has."""
         choice = self.choice()
-        return None if choice is None or choice.chosen is None else self.trial(choice.chosen.number).weights()
+        if choice is not None and choice.chosen is not None:
+            self.trial(choice.chosen.number).load(model)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from typing import Any, Literal
 from torch import nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
+from xkfac.experiments.data.images import PartName
 from xkfac.experiments.recipes.recipe import SINGLE, Line
 from xkfac.experiments.records import TrialResult
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
 from xkfac.experiments.runs.job_folder import JobFolder, RunError, held, write_record, writing
-from xkfac.experiments.runs.run_data import PartName, load_run_data
+from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.tasks import RunData, TaskSequence
 from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision
 from xkfac.experiments.tuning.trials import (
@@ -142,8 +143,9 @@ class Tuner:
     def _learn(self, job: TunedJob, task: int, number: int, point: GridPoint, trial: TrialFolder) -> TrialResult:
         """Learn a trial, or go on with it, to its end."""
         learning = self._job_run(job, task, point.of(job.line), trial)
-        weights = job.stage(task - 1).weights() if task and job.line.method != SINGLE else None
-        carried = learning.turn_to(task, weights, self._memory(job, task))
+        if task and job.line.method != SINGLE:
+            job.stage(task - 1).load(learning.model)
+        carried = learning.turn_to(task, self._memory(job, task))
         finite = False
         with contextlib.suppress(NotFiniteError):
             finite = learning.learn(task, carried)
@@ -181,7 +183,7 @@ class Tuner:
             return True
         stage, learning = job.stage(task), self._job_run(job, task, job.line, job.folder)
         if outcome is not None:
-            learning.model.load_state_dict(stage.trial(outcome.number).weights())
+            stage.trial(outcome.number).load(learning.model)
         learning.memory = self._memory(job, task)
         learning.sequence.enter(learning.model, task)
         try:
@@ -229,9 +231,10 @@ class Tuner:
         before = None
         untrained = [] if task or sequence.known else _accuracies(sequence, model, range(job.line.tasks))
         if task >= sequence.known and not single:
-            model.load_state_dict((job.stage(task - 1).weights() if task else None) or model.state_dict())
+            if task:
+                job.stage(task - 1).load(model)
             (before,) = _accuracies(sequence, model, [task])
-        model.load_state_dict(stage.weights() or model.state_dict())
+        stage.load(model)
         accuracy = _accuracies(sequence, model, [task] if single else range(task + 1))
         scattered = self.run.facts["tuning"]["scatter"] and task and not single
         trials = dict(self._scattered(job, task, model)) if scattered else {}
@@ -246,7 +249,7 @@ class Tuner:
         for number in range(len(grid_of(job.line))):
             trial = job.stage(task).trial(number)
             if trial.weights_file.is_file():
-                model.load_state_dict(trial.weights())
+                trial.load(model)
                 row = _accuracies(self._sequence(job), model, range(task + 1))
                 yield str(number), {"target": row[-1], "average": statistics.fmean(row)}
 
