@@ -20,10 +20,11 @@ FACTS = Record(
 
 
 @dataclass(frozen=True)
-class TrialResult:
-    """What a trial of a tuning reached: the accuracy of the weights that it kept on the validation part of its task.
+class Trial:
+    """A trial of a tuning: a setting of the grid, with a damping where the line has a penalty, and what it reached.
 
-    validation: None for a trial that diverged. kept: the epoch whose weights were kept. seconds: its training.
+    validation: the accuracy of the weights that it kept on the validation part of its task; None where it diverged, and
+    before it has ended. kept: the epoch whose weights were kept. seconds: its training.
     """
 
     number: int
@@ -32,6 +33,11 @@ class TrialResult:
     validation: Percent | None
     kept: Whole = -1
     seconds: Amount = 0.0
+
+    @property
+    def setting(self) -> str:
+        """Its setting in words."""
+        return f"lr {self.lr:g}" + ("" if self.damping is None else f", damping {self.damping:g}")
 
 
 class Inferred(TypedDict):
@@ -69,7 +75,7 @@ EVENTS = {
         },
         free={"time": float},
     ),
-    "choice": Record({"task": int, **TrialResult.__annotations__}),
+    "choice": Record({"task": int, **Trial.__annotations__}),
     "task": Record(
         {"task": int, "accuracy": list[Percent], "kept": Whole, "seconds": Amount},
         free={"before": Percent | None, "inference": list[Inference], "time": float},

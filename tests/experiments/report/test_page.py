@@ -13,7 +13,7 @@ from markupsafe import escape
 
 from tests.helpers import made_up
 from xkfac.errors import XkfacError
-from xkfac.experiments.records import TrialResult
+from xkfac.experiments.records import Trial
 from xkfac.experiments.report.choices import read_tuned
 from xkfac.experiments.report.page import write_report
 from xkfac.experiments.runs.job_folder import JobFolder
@@ -251,7 +251,7 @@ def test_pooled_tunings_show_the_choices_of_all(tmp_path, no_figures):
 
 
 def test_choices_are_told_by_the_page_as_by_the_command(tmp_path):
-    best, second = TrialResult(0, 0.1, 1e-4, 43.0), TrialResult(1, 0.05, 1e-5, 41.5)
+    best, second = Trial(0, 0.1, 1e-4, 43.0), Trial(1, 0.05, 1e-5, 41.5)
     choices = [
         Choice("birds", best, second, trials=4, lost=1),
         Choice("cars", replace(best, damping=None), replace(second, damping=None), trials=2),

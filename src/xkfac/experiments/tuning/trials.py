@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError
 from xkfac.experiments.recipes.recipe import SINGLE, Line
-from xkfac.experiments.records import Percent, TrialResult
+from xkfac.experiments.records import Percent, Trial
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import JobFolder, RunError, read_record, write_record, write_text, writing
 from xkfac.plain_values import Amount, Range
@@ -35,35 +35,21 @@ WEIGHTS = "xkfac-weights"
 CHOICE_COLUMNS = ("line", "seed", "task", "lr", "damping", "validation", "runner-up", "why")
 
 
-@dataclass(frozen=True)
-class GridPoint:
-    """One setting of a grid: a learning rate, and a damping where the line has a penalty."""
-
-    lr: float
-    damping: float | None
-
-    @classmethod
-    def of_trial(cls, trial: TrialResult) -> Self:
-        """Return the setting of a trial."""
-        return cls(trial.lr, trial.damping)
-
-    def of(self, line: Line) -> Line:
-        """Return a line with this setting in place of its own."""
-        return replace(line, lr=self.lr, target_lr=None, damping=line.damping if self.damping is None else self.damping)
-
-    def __str__(self) -> str:
-        return f"lr {self.lr:g}" + ("" if self.damping is None else f", damping {self.damping:g}")
+def with_setting(line: Line, trial: Trial) -> Line:
+    """Return a line with the setting of a trial in place of its own."""
+    return replace(line, lr=trial.lr, target_lr=None, damping=line.damping if trial.damping is None else trial.damping)
 
 
-def grid_of(line: Line) -> list[GridPoint]:
-    """Return the points that a line chooses from on a target, each once, in the order of the recipe."""
+def grid_of(line: Line) -> list[Trial]:
+    """Return the trials that a line chooses from on a target, each setting once, in the order of the recipe."""
     lr = line.lr if line.target_lr is None or line.method == SINGLE else line.target_lr
     rates = dict.fromkeys(line.grid.get("lr", (lr,)))
     dampings = dict.fromkeys(line.grid.get("damping", (line.damping,))) if line.penalised else (None,)
-    return [GridPoint(lr, damping) for lr, damping in itertools.product(rates, dampings)]
+    settings = itertools.product(rates, dampings)
+    return [Trial(number, lr, damping, None) for number, (lr, damping) in enumerate(settings)]
 
 
-def ranked(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
+def ranked(outcomes: Sequence[Trial]) -> list[Trial]:
     """Return trials that did not diverge, the best first; of equals first a smaller lr, then a larger damping."""
     finite = [each for each in outcomes if each.validation is not None]
     return sorted(finite, key=lambda each: (-(each.validation or 0.0), each.lr, -(each.damping or 0.0), each.number))
@@ -78,8 +64,8 @@ class Choice:
     """
 
     task: str
-    chosen: TrialResult | None
-    runner_up: TrialResult | None = None
+    chosen: Trial | None
+    runner_up: Trial | None = None
     trials: int = 0
     lost: int = 0
     diverged: bool = False
@@ -113,7 +99,7 @@ class ChoiceEntry:
     lr: Amount | None
     damping: Amount | None
     validation: Percent | None
-    runner_up: TrialResult | None
+    runner_up: Trial | None
     trials: int
     diverged: int
     why: str
@@ -133,7 +119,7 @@ class ChoiceEntry:
             return "-" if value is None else format(value, form)
 
         second, validation = self.runner_up, written(self.validation, ".2f")
-        beside = f"{written(second.validation, '.2f')} ({GridPoint.of_trial(second)})" if second else "-"
+        beside = f"{written(second.validation, '.2f')} ({second.setting})" if second else "-"
         setting = (written(self.lr), written(self.damping), validation)
         return [self.line, str(self.seed), self.task, *setting, beside, self.why]
 
@@ -185,11 +171,11 @@ class TrialFolder(JobFolder):
         """Where the network is that it left."""
         return self.path / "weights.safetensors"
 
-    def outcome(self) -> TrialResult | None:
+    def outcome(self) -> Trial | None:
         """Return what it reached, None if it has not ended."""
-        return read_record(self.path / "outcome.json", TrialResult)
+        return read_record(self.path / "outcome.json", Trial)
 
-    def end(self, outcome: TrialResult, weights: Mapping[str, Tensor] | None) -> None:
+    def end(self, outcome: Trial, weights: Mapping[str, Tensor] | None) -> None:
         """Write what it reached, and remove the states that it went on from."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -223,6 +209,11 @@ class StageFolder:
     def trial(self, number: int) -> TrialFolder:
         """Return the folder of a trial."""
         return TrialFolder(self.path / "trials" / str(number), self.line, self.seed)
+
+    def outcomes(self, grid: Sequence[Trial]) -> list[Trial]:
+        """Return those trials of a grid that have ended, with what they reached."""
+        found = (self.trial(trial.number).outcome() for trial in grid)
+        return [trial for trial in found if trial is not None]
 
     @property
     def memory(self) -> Path:

@@ -9,7 +9,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torch import nn
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
 from xkfac.experiments.data.images import PartName
 from xkfac.experiments.recipes.recipe import SINGLE, Line
-from xkfac.experiments.records import TrialResult
+from xkfac.experiments.records import Trial
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
 from xkfac.experiments.runs.job_folder import JobFolder, RunError, held, write_record, writing
@@ -28,16 +28,15 @@ from xkfac.experiments.runs.tasks import RunData, TaskSequence
 from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision
 from xkfac.experiments.tuning.trials import (
     Choice,
-    GridPoint,
     Measured,
     Scattered,
     StageFolder,
-    TrialFolder,
     TunedJob,
     grid_of,
     ranked,
     remove,
     tuned_jobs,
+    with_setting,
 )
 from xkfac.memory import Memory
 
@@ -98,36 +97,36 @@ class Tuner:
         task = len(job.choices())
         if phase_done(job, self.phase) or not self._floors_known(job, task):
             return False
-        points = self._points(job, task)
+        grid = self._grid(job, task)
         with contextlib.ExitStack() as holding:
             with held(job.folder.path / "lock") as lock:
                 if lock is None or job.stage(task).choice() is not None:
                     return lock is not None
-                trials = [job.stage(task).trial(number) for number in range(len(points))]
-                outcomes = [outcome for outcome in (trial.outcome() for trial in trials) if outcome is not None]
-                if len(outcomes) == len(points):
+                outcomes = job.stage(task).outcomes(grid)
+                if len(outcomes) == len(grid):
                     self._settle(job, task, outcomes)
                     return True
-                number = self._take(trials, holding)
-            if number is None:
+                trial = self._take(job.stage(task), grid, holding)
+            if trial is None:
                 return False
-            self._learn(job, task, number, points[number], trials[number])
+            self._learn(job, task, trial)
         return True
 
-    def _points(self, job: TunedJob, task: int) -> list[GridPoint]:
+    def _grid(self, job: TunedJob, task: int) -> list[Trial]:
         """Return what is tried on a task; on the source the settings of the line, and nothing where it is given."""
         if task:
             return grid_of(job.line)
-        own = GridPoint(job.line.lr, job.line.damping if job.line.penalised else None)
+        own = Trial(0, job.line.lr, job.line.damping if job.line.penalised else None, None)
         return [] if self._sequence(job).known else [own]
 
-    def _take(self, trials: Iterable[TrialFolder], holding: contextlib.ExitStack) -> int | None:
-        """Return the number of a trial to work on, held: the first that has not ended and that nobody works on."""
-        for number, trial in enumerate(trials):
-            lock = held(trial.path / "lock")
+    def _take(self, stage: StageFolder, grid: Iterable[Trial], holding: contextlib.ExitStack) -> Trial | None:
+        """Return a trial to work on, held: the first that has not ended and that nobody works on."""
+        for trial in grid:
+            folder = stage.trial(trial.number)
+            lock = held(folder.path / "lock")
             # Whoever held it may have ended it just before it was free.
-            if trial.outcome() is None and holding.enter_context(lock) is not None and trial.outcome() is None:
-                return number
+            if folder.outcome() is None and holding.enter_context(lock) is not None and folder.outcome() is None:
+                return trial
         return None
 
     def _floors_known(self, job: TunedJob, task: int) -> bool:
@@ -140,9 +139,10 @@ class Tuner:
             raise RunError(f"its losses are balanced by those of '{failed.name}', which failed")
         return all(each.chosen() or each.stage(task).choice() is not None for each in singles)
 
-    def _learn(self, job: TunedJob, task: int, number: int, point: GridPoint, trial: TrialFolder) -> TrialResult:
+    def _learn(self, job: TunedJob, task: int, trial: Trial) -> None:
         """Learn a trial, or go on with it, to its end."""
-        learning = self._job_run(job, task, point.of(job.line), trial)
+        folder = job.stage(task).trial(trial.number)
+        learning = self._job_run(job, task, with_setting(job.line, trial), folder)
         if task and job.line.method != SINGLE:
             job.stage(task - 1).load(learning.model)
         carried = learning.turn_to(task, self._memory(job, task))
@@ -151,9 +151,8 @@ class Tuner:
             finite = learning.learn(task, carried)
         state = learning.state
         validation = learning.sequence.accuracy(learning.model, task, "validation") if finite else None
-        outcome = TrialResult(number, point.lr, point.damping, validation, state.kept, state.seconds)
-        trial.end(outcome, learning.model.state_dict() if finite else None)
-        return outcome
+        outcome = replace(trial, validation=validation, kept=state.kept, seconds=state.seconds)
+        folder.end(outcome, learning.model.state_dict() if finite else None)
 
     def _job_run(self, job: TunedJob, task: int, line: Line, folder: JobFolder) -> JobRun:
         """Return a job that works on one task alone, with the settings of a line, in a folder."""
@@ -162,7 +161,7 @@ class Tuner:
         options: dict[str, Any] = {"floors": floors, "autocast": autocast_of(self.run)}
         return JobRun(line, seed, sequence, folder, self.checkpoint_seconds, **options)
 
-    def _settle(self, job: TunedJob, task: int, outcomes: list[TrialResult]) -> None:
+    def _settle(self, job: TunedJob, task: int, outcomes: list[Trial]) -> None:
         """Choose among the trials of a task and extend the memory; the caller holds the lock of the job."""
         stage, tasks, order = job.stage(task), self._sequence(job).tasks, ranked(outcomes)
         job.sweep(task)
@@ -177,7 +176,7 @@ class Tuner:
             if each != best and not self.run.facts["tuning"]["scatter"]:
                 remove(stage.trial(each.number).weights_file)
 
-    def _remember(self, job: TunedJob, task: int, outcome: TrialResult | None) -> bool:
+    def _remember(self, job: TunedJob, task: int, outcome: Trial | None) -> bool:
         """Write the memory that follows from a trial, or from the source as given; return whether it is finite."""
         if task + 1 == job.line.tasks or not job.line.protected:
             return True

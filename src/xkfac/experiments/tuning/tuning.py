@@ -19,7 +19,7 @@ from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import NotWritten, RunError, write_text, writing
 from xkfac.experiments.runs.progress import LiveDisplay
 from xkfac.experiments.runs.running import JobsFailed, Worker, checked, hand_out, most_processes, resolved
-from xkfac.experiments.tuning.trials import ChoiceEntry, GridPoint, Point, TunedJob, grid_of, ranked, tuned_jobs
+from xkfac.experiments.tuning.trials import ChoiceEntry, Point, TunedJob, grid_of, ranked, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
 
 Show = Callable[[RunFolder, Phase], None]
@@ -141,10 +141,10 @@ def _points(run: RunFolder) -> Iterator[Point]:
             measured = job.stage(task).measured()
             if task == 0 or job.line.method == SINGLE or measured is None:
                 continue
-            for number, point in enumerate(grid_of(job.line)):
-                row: dict[str, Any] = {"target": None, "average": None, **measured.trials.get(str(number), {})}
-                best = choice.chosen is not None and number == choice.chosen.number
-                yield Point(choice.task, job.line.label, job.line.balance, point.lr, point.damping, **row, chosen=best)
+            for trial in grid_of(job.line):
+                row: dict[str, Any] = {"target": None, "average": None, **measured.trials.get(str(trial.number), {})}
+                best = choice.chosen is not None and trial.number == choice.chosen.number
+                yield Point(choice.task, job.line.label, job.line.balance, trial.lr, trial.damping, **row, chosen=best)
 
 
 class TuningDisplay(LiveDisplay):
@@ -172,9 +172,9 @@ def tuning_status(run: RunFolder, phase: Phase) -> tuple[str, tuple[str, ...], l
 def _row(job: TunedJob) -> tuple[int, list[str]]:
     """Return how many trials of the current task of a job have ended, and its row: task, trials, best so far."""
     task, line = len(job.choices()), job.line
-    numbers = range(len(grid_of(line)))
-    outcomes = [each for each in (job.stage(task).trial(number).outcome() for number in numbers) if each is not None]
+    grid = grid_of(line)
+    outcomes = job.stage(task).outcomes(grid)
     best = next(iter(ranked(outcomes)), None)
-    said = "-" if best is None else f"{best.validation:.2f} ({GridPoint.of_trial(best)})"
-    row = [f"{line.label}, seed {job.folder.seed}", f"{task + 1}/{line.tasks}", f"{len(outcomes)}/{len(numbers)}", said]
+    said = "-" if best is None else f"{best.validation:.2f} ({best.setting})"
+    row = [f"{line.label}, seed {job.folder.seed}", f"{task + 1}/{line.tasks}", f"{len(outcomes)}/{len(grid)}", said]
     return len(outcomes), row
