@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import resources
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     with_images = "images" in given or "tasks" in given
     world = _images(given) if with_images else {"data": build(Data, given.get("data", {}), "data")}
     tasks = world.get("tasks")
-    lines, sweeps = expanded(lines, defaults)
+    lines = expanded(lines, defaults)
     defaults = {key: value for key, value in defaults.items() if key != "sweep"}
     # Also what no line has a use for: a value that means nothing is not passed over.
     build(Line, defaults, "defaults")
@@ -114,8 +114,8 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     for key, own in figures.items():
         _check_name(key, "figure")
         figure = build(Figure, as_table(own, f"figures.{key}"), f"figures.{key}")
-        shown = tuple(line for name in figure.lines for line in sweeps.get(name, (name,)))
-        drawn[key] = replace(figure, lines=shown)
+        shown = ([line for line in built if built[line].sweep.get("line") == name] or [name] for name in figure.lines)
+        drawn[key] = replace(figure, lines=tuple(chain.from_iterable(shown)))
     alone = tuple(name for name, line in built.items() if not line.sweep)
     if not drawn and alone:  # sweeps have a figure of their own
         drawn = {"accuracy": Figure("Average accuracy", lines=alone)}

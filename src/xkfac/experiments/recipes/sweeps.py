@@ -28,15 +28,12 @@ def swept_key(sweep: Any) -> str | None:
     return None
 
 
-def expanded(
-    lines: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Return the tables of all lines, each sweep replaced by its points, and the names of the points by sweep.
+def expanded(lines: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of all lines, each sweep replaced by its points.
 
     defaults: those of all lines. Their sweep holds for lines that have none, as far as it has an effect there.
     """
     tables: dict[str, Any] = {}
-    sweeps: dict[str, tuple[str, ...]] = {}
     for name, given in lines.items():
         own = dict(as_table(given, f"lines.{name}"))
         sweep, where = own.pop("sweep", None), f"lines.{name}: sweep"
@@ -45,17 +42,15 @@ def expanded(
             sweep, where = default, "defaults: sweep"
         if isinstance(sweep, dict) and "line" in sweep:  # a point, as the recipe of a run has it written out
             points = {name: {**own, "sweep": sweep}}
-            sweeps[str(sweep["line"])] = (*sweeps.get(str(sweep["line"]), ()), name)
         elif not sweep and isinstance(sweep, dict | list | None):
             points = {name: own}
         else:
             points = _points(name, own, defaults, sweep, where)
-            sweeps[name] = tuple(points)
         twice = next((point for point in points if point in tables), None)
         if twice is not None:
             raise RecipeError(f"lines.{name}: the sweep makes a line '{twice}', which there is already; rename one")
         tables |= points
-    return tables, sweeps
+    return tables
 
 
 def _penalised(table: Mapping[str, Any]) -> bool:

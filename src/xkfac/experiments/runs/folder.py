@@ -143,11 +143,10 @@ class RunFolder:
     def in_use(self) -> bool:
         """Whether a process holds the run; nothing is changed by asking."""
         path = self.path / "lock"
-        with (
-            contextlib.suppress(OSError),
-            locked(path, wait=_MOMENT) if path.exists() else contextlib.nullcontext(0) as handle,
-        ):
-            return handle is None
+        with contextlib.suppress(OSError):
+            if path.exists():
+                with locked(path, wait=_MOMENT) as handle:
+                    return handle is None
         return False
 
 

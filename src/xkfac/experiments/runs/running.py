@@ -201,16 +201,13 @@ def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
         waiting = [job for job in run.jobs() if not job.result().done]
         failures: list[tuple[dict[str, Any], str]] = []
 
-        def employ() -> Worker:
-            return Worker.start(lock, run.recipe.threads)
-
         def shown(messages: list[dict[str, Any]]) -> None:
             if show is not None:
                 show(run, [run.job(message["line"], message["seed"]) for message in messages])
 
         for group in _in_turn(run, waiting):
             messages = [{"run": str(run.path), "line": job.line, "seed": job.seed} for job in group]
-            failures += hand_out(messages, min(most, len(group)), employ, shown)
+            failures += hand_out(messages, min(most, len(group)), lambda: Worker.start(lock, run.recipe.threads), shown)
         try:
             run.collect()
         except NotWritten:

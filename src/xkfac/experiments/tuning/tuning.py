@@ -117,21 +117,19 @@ def _phase(run: RunFolder, phase: Phase, most: int, lock: int, show: Show | None
     pieces = sum(len(grid_of(job.line)) if phase == "choose" else 1 for job in open_jobs)
     count = min(most, pieces)
 
-    def employ() -> Worker:
-        return Worker.start(lock, run.recipe.threads, "xkfac.experiments.tuning.tuner")
-
     def shown(_: object) -> None:
         if show is not None:
             show(run, phase)
 
+    threads, module = run.recipe.threads, "xkfac.experiments.tuning.tuner"
     messages = [{"run": str(run.path), "phase": phase}] * count
-    return [error for _, error in hand_out(messages, count, employ, shown)]
+    failures = hand_out(messages, count, lambda: Worker.start(lock, threads, module), shown)
+    return [error for _, error in failures]
 
 
 def chosen(run: RunFolder) -> list[ChoiceEntry]:
     """Return what was chosen so far for each target, line by line."""
-    order = {name: position for position, name in enumerate(run.recipe.lines)}
-    jobs = sorted(tuned_jobs(run), key=lambda job: (order[job.folder.line], job.folder.seed))
+    jobs = (TunedJob(run, run.job(name, seed)) for name in run.recipe.lines for seed in run.recipe.seeds)
     return [ChoiceEntry.of(job.folder, choice) for job in jobs for choice in job.choices()[1:]]
 
 
