@@ -136,7 +136,7 @@ class JobFolder:
                 from_plain(STATE, state, f"the damaged '{path}'")
                 if state.get("memory") is not None:
                     storage.read(self.path / state["memory"])
-            except ValueError as error:  # what a file is not read for is one as well
+            except ValueError as error:  # a MemoryFileError is one
                 damaged.append((path, str(error)))
                 continue
             with writing(self.path):
