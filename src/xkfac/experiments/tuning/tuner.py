@@ -48,15 +48,11 @@ _KEPT = 2  # memories, and sequences of tasks, that a process keeps at hand
 
 def phase_data(run: RunFolder, phase: Phase) -> RunData:
     """Load what a phase may read: training data of the source, or of the targets, or test parts."""
-    recipe = run.recipe
-    tasks: list[str] | None = None
-    parts: tuple[PartName, ...] = ("train", "validation")
-    if phase == "measure":
-        parts = ("test",) if recipe.images is None or recipe.images.measure == "test" else ("validation",)
-    else:
-        tasks = list(recipe.tasks)[:1] if phase == "prepare" else list(recipe.tasks)[1:]
-    known = run.facts.get("classes")
-    return load_run_data(recipe, run.facts["data"], run.place, classes=known, tasks=tasks, parts=parts)
+    recipe, names = run.recipe, list(run.recipe.tasks)
+    tasks = {"prepare": names[:1], "choose": names[1:], "measure": names}[phase]
+    parts: tuple[PartName, ...] = (recipe.world[1].measure,) if phase == "measure" else ("train", "validation")
+    classes = run.facts.get("classes")
+    return load_run_data(recipe, run.facts["data"], run.place, classes=classes, tasks=tasks, parts=parts)
 
 
 @dataclass
