@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from gap_fisher import Dense, KroneckerSum, Shape, Stiff, TaskFisher, forward, largest, loss_gradient, stable_limit
 from torch import Tensor, nn
 
-from xkfac.experiments.data.digits import Part, batches, load, permutation, stream
+from xkfac.experiments.data.digits import Part, PermutedExamples, batches, load, permutation, stream
 from xkfac.experiments.networks.perceptron import perceptron
 from xkfac.experiments.recipes.recipe import Line
-from xkfac.experiments.runs.training import Stepper, make_optimizer, permuted_examples
+from xkfac.experiments.runs.training import Stepper, make_optimizer
 
 MOMENTUM = 0.9
 SHORTEST = 2.0  # learning rate times curvature that steps along stiff directions do not exceed
@@ -212,7 +212,7 @@ class Sequence:
 
     def _with_bn(self) -> None:
         """Learn the first task with BN, and fold it."""
-        examples = permuted_examples(self.parts["train"], [self.permutations[0]])
+        examples = PermutedExamples(self.parts["train"], [self.permutations[0]])
         stepper = Stepper(self.start, examples, make_optimizer(self.start, MOMENTUM), None)
         for epoch in range(epochs := self.job.all_epochs):
             order = batches(len(examples), self.job.batch, seed=self.job.seed, task=0, epoch=epoch)

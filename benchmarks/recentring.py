@@ -16,12 +16,11 @@ import torch
 from common import keep, provenance
 
 import xkfac
-from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.augmentation import Augmentation, ImageExamples
 from xkfac.experiments.data.digits import Part, batches
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.weights import load_source
-from xkfac.experiments.runs.tasks import ImageExamples
 
 AFTER = (1, 5, 10, 20, 30)
 

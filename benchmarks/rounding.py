@@ -26,12 +26,11 @@ from xkfac.curvature import gram as grams
 from xkfac.curvature import input_moments as deviations
 from xkfac.curvature import patch_gram as autocorrelation
 from xkfac.curvature.blocks import Kronecker
-from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.augmentation import Augmentation, ImageExamples
 from xkfac.experiments.data.digits import batches
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.weights import load_source
-from xkfac.experiments.runs.tasks import ImageExamples
 from xkfac.penalty.layout import _in_two
 
 

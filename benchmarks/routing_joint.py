@@ -24,11 +24,10 @@ from common import keep, provenance
 from torch import Tensor, nn
 
 from routing import TREES, percent, routing_table, shares, source_network
-from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.augmentation import Augmentation, ImageExamples
 from xkfac.experiments.data.digits import Part, Parts, batches, stream
 from xkfac.experiments.data.images import load_pictures
 from xkfac.experiments.networks.backbones import ManyHeaded
-from xkfac.experiments.runs.tasks import ImageExamples
 from xkfac.experiments.runs.training import Stepper, make_optimizer
 
 LR_END = 1e-4

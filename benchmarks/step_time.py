@@ -24,10 +24,9 @@ from common import bytes_of, keep, operations_of, provenance
 from torch import Tensor
 
 import xkfac
-from xkfac.experiments.data.augmentation import Augmentation
+from xkfac.experiments.data.augmentation import Augmentation, ImageExamples
 from xkfac.experiments.data.digits import Part, batches, stream
 from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
-from xkfac.experiments.runs.tasks import ImageExamples
 from xkfac.experiments.runs.training import Stepper, make_optimizer
 
 METHODS: dict[str, dict[str, Any] | None] = {

@@ -57,10 +57,8 @@ def from_plain(hint: Any, value: Any, what: str) -> Any:
     if kind in (tuple, list):
         return kind(_items(kind, arguments, value, what))
     if kind in (dict, Mapping):
-        return {
-            from_plain(str, key, what): from_plain(arguments[1], item, what)
-            for key, item in _table(value, what).items()
-        }
+        table = _table(value, what)
+        return {from_plain(str, key, what): from_plain(arguments[1], table[key], _named(key, what)) for key in table}
     if kind is Literal:
         if any(value == one and type(value) is type(one) for one in arguments):
             return value
@@ -134,8 +132,12 @@ def _fields(record: Record, table: dict[str, Any], what: str) -> dict[str, Any]:
     missing = next((name for name in record.fields if name not in table), None)
     if missing is not None:
         raise ValueError(f"{what} has no '{missing}'")
-    named = {name: f"its '{name}'" if what == "it" else f"'{name}' of {what}" for name in table}
-    return {name: from_plain(hints.get(name, Any), value, named[name]) for name, value in table.items()}
+    return {name: from_plain(hints.get(name, Any), value, _named(name, what)) for name, value in table.items()}
+
+
+def _named(name: str, what: str) -> str:
+    """Return what an error calls a field of a table that it calls `what`."""
+    return f"its '{name}'" if what == "it" else f"'{name}' of {what}"
 
 
 @lru_cache

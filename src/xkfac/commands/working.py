@@ -1,5 +1,6 @@
 """Commands that work: they train, choose and measure, and leave a run with its report, or a source network."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -153,13 +154,13 @@ def pretrain(
     print(f"{len(result.classes)} classes, {result.test:.2f}% on the test part\nweights: {result.weights}")
 
 
-def _finish_tuning(folder: Path, found: list[dict[str, Any]], as_json: bool) -> None:
-    """Say what a tuning chose and why, and write the report."""
-    from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, choice_cells
+def _finish_tuning(folder: Path, found: list[Any], as_json: bool) -> None:
+    """Say what a tuning chose, its `ChoiceEntry`s, and write the report."""
+    from xkfac.experiments.tuning.trials import CHOICE_COLUMNS
 
     if as_json:
-        print_json({"choices": str(folder / "choices.json"), "chosen": found})
+        print_json({"choices": str(folder / "choices.json"), "chosen": [asdict(choice) for choice in found]})
         return
-    print_table(CHOICE_COLUMNS, map(choice_cells, found))
+    print_table(CHOICE_COLUMNS, [choice.cells() for choice in found])
     print(f"\nchosen by accuracy in % on the validation split of each target: {folder / 'choices.json'}\n")
     finish([folder], folder / "report", as_json=False)

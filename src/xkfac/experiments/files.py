@@ -50,6 +50,12 @@ def at_home(path: str | Path) -> Path:
         raise XkfacError(f"the path '{shortened(str(path))}' cannot be used ({error}); give another one") from None
 
 
+def data_folder(folder: str | Path | None) -> Path | None:
+    """Return the folder that data is in, by default that of the variable XKFAC_DATA; None where neither is given."""
+    given = folder or os.environ.get("XKFAC_DATA")
+    return at_home(given) if given else None
+
+
 def reason(error: BaseException) -> str:
     """Return what is behind an error, in the words of the system where it has some."""
     if isinstance(error, OSError) and error.strerror:

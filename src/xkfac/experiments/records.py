@@ -1,6 +1,7 @@
 """What the JSON files of a run hold, field by field: each record is checked before anything of it is used."""
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, TypedDict
 
 from xkfac.plain_values import Amount, Range, Record
@@ -18,32 +19,25 @@ FACTS = Record(
 )
 
 
-class Outcome(TypedDict):
-    """What a trial of a tuning reached."""
+@dataclass(frozen=True)
+class Trial:
+    """A trial of a tuning: a setting of the grid, with a damping where the line has a penalty, and what it reached.
+
+    validation: the accuracy of the weights that it kept on the validation part of its task; None where it diverged, and
+    before it has ended. kept: the epoch whose weights were kept. seconds: its training.
+    """
 
     number: int
     lr: Amount
     damping: Amount | None
     validation: Percent | None
-    kept: Whole
-    seconds: Amount
+    kept: Whole = -1
+    seconds: Amount = 0.0
 
-
-# choices.json of a tuning.
-CHOSEN = Record(
-    {
-        "line": str,
-        "seed": int,
-        "task": str,
-        "lr": Amount | None,
-        "damping": Amount | None,
-        "validation": Percent | None,
-        "runner_up": Outcome | None,
-        "trials": int,
-        "diverged": int,
-        "why": str,
-    }
-)
+    @property
+    def setting(self) -> str:
+        """Its setting in words."""
+        return f"lr {self.lr:g}" + ("" if self.damping is None else f", damping {self.damping:g}")
 
 
 class Inferred(TypedDict):
@@ -81,7 +75,7 @@ EVENTS = {
         },
         free={"time": float},
     ),
-    "choice": Record({"task": int, **Outcome.__annotations__}),
+    "choice": Record({"task": int, **Trial.__annotations__}),
     "task": Record(
         {"task": int, "accuracy": list[Percent], "kept": Whole, "seconds": Amount},
         free={"before": Percent | None, "inference": list[Inference], "time": float},

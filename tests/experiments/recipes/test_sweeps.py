@@ -82,8 +82,14 @@ def test_settings_for_all_lines_change_sweeps_of_the_same_key_alone():
         ("sweep = { lr = [1] }\ngrid = { lr = [1] }", ["so does grid.lr; leave one out"]),
         ('sweep = [1]\nmethod = "fine-tuning"', ["lines.one-x1: 'strength' has no effect on method 'fine-tuning'"]),
         ("sweep = [1]\n[lines.one-x1]", ["makes a line 'one-x1', which there is already"]),
-        ('sweep = { line = "a", label = "A" }', ["lines.one: sweep.key is None; it must be a text"]),
-        ('sweep = { line = "a", label = "A", key = "batch" }', ["the key 'batch' is not known"]),
+        (
+            'sweep = { line = "a", label = "A" }',
+            ["lines.one: sweep must be the line, label and key of a sweep", "'label': 'A'}"],
+        ),
+        (
+            'sweep = { line = "a", label = "A", key = "batch" }',
+            ["lines.one: sweep must be the line", "the key one of strength, lr, not", "'batch'"],
+        ),
     ],
 )
 def test_a_sweep_that_cannot_be_run_as_written_is_refused_in_one_sentence(text, parts):

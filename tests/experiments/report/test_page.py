@@ -4,7 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -13,11 +13,12 @@ from markupsafe import escape
 
 from tests.helpers import made_up
 from xkfac.errors import XkfacError
+from xkfac.experiments.records import Trial
 from xkfac.experiments.report.choices import read_tuned
 from xkfac.experiments.report.page import write_report
 from xkfac.experiments.runs.job_folder import JobFolder
 from xkfac.experiments.runs.results import pooled
-from xkfac.experiments.tuning.trials import Choice, TrialResult, choice_cells, choice_record
+from xkfac.experiments.tuning.trials import Choice, ChoiceEntry
 
 HOSTILE = """<script>alert('x')</script> & "quoted" $\\frac{1}{2}$ ${title} %s ünï 漢字 \t\x07\n""" + "very-long-" * 30
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -250,17 +251,17 @@ def test_pooled_tunings_show_the_choices_of_all(tmp_path, no_figures):
 
 
 def test_choices_are_told_by_the_page_as_by_the_command(tmp_path):
-    best, second = TrialResult(0, 0.1, 1e-4, 43.0), TrialResult(1, 0.05, 1e-5, 41.5)
+    best, second = Trial(0, 0.1, 1e-4, 43.0), Trial(1, 0.05, 1e-5, 41.5)
     choices = [
         Choice("birds", best, second, trials=4, lost=1),
         Choice("cars", replace(best, damping=None), replace(second, damping=None), trials=2),
         Choice("flowers", best, trials=1),
         Choice("flowers", None, trials=3, lost=3, diverged=True),
     ]
-    told = [choice_record(JobFolder(tmp_path, "xkfac", seed), choice) for seed, choice in enumerate(choices)]
+    told = [ChoiceEntry.of(JobFolder(tmp_path, "xkfac", seed), choice) for seed, choice in enumerate(choices)]
     run = made_up.tuned(tmp_path / "run")
-    (tmp_path / "run" / "choices.json").write_text(json.dumps(told))
-    assert read_tuned(run).rows == [["XK-FAC", *choice_cells(each)[1:]] for each in told]
+    (tmp_path / "run" / "choices.json").write_text(json.dumps([asdict(each) for each in told]))
+    assert read_tuned(run).rows == [["XK-FAC", *each.cells()[1:]] for each in told]
 
 
 def test_a_tuning_that_measured_nothing_has_choices_and_no_scatter(tmp_path):

@@ -79,10 +79,10 @@ def stages(data, loaded, tmp_path_factory):
     run, found = small.make_run(tmp_path_factory.mktemp("stages") / "run", data), {}
     real = JobRun.measure
 
-    def watched(self, stage):
+    def watched(self, task):
         state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         found[self.folder.line].append((state, self.memory))
-        return real(self, stage)
+        return real(self, task)
 
     with pytest.MonkeyPatch.context() as patch, small.short_calibrations():
         patch.setattr(JobRun, "measure", watched)
@@ -297,7 +297,7 @@ def seen(data, loaded, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, tag in (
             (Stepper, "epoch", epoch),
-            (JobRun, "remember", lambda self, stage: ("curvature", stage.task)),
+            (JobRun, "remember", lambda self, task: ("curvature", task)),
             (ImageTasks, "accuracy", lambda self, model, task, part: (part, task)),
         ):
             patch.setattr(owner, name, during(owner, name, tag))

@@ -241,7 +241,7 @@ def test_test_data_has_no_part_in_any_choice(unbroken, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["xkfac", "ewc", "fixed-bn", "own-bn", "own-layers", "validation", "plain"])
 def test_the_examples_of_earlier_tasks_are_not_looked_at_again(unbroken, tmp_path, monkeypatch, name):
-    real, pools, old_tasks = tasks.permuted_examples, [], []
+    real, pools, old_tasks = tasks.PermutedExamples, [], []
 
     def watched(part, permutations):
         (columns,) = permutations
@@ -254,7 +254,7 @@ def test_the_examples_of_earlier_tasks_are_not_looked_at_again(unbroken, tmp_pat
         pools.append(made)
         return made
 
-    monkeypatch.setattr(tasks, "permuted_examples", watched)
+    monkeypatch.setattr(tasks, "PermutedExamples", watched)
     job = learn(tmp_path / "run", LINES[name])
     assert old_tasks == sorted(old_tasks)
     assert set(old_tasks) == {0, 1, 2}

@@ -295,7 +295,7 @@ def test_a_checkpoint_leads_to_no_memory_outside_its_folder(tmp_path):
     run = begun(tmp_path / "run")
     job = run.job("xkfac", 0)
     job.save({"memory": "../../memory-1.safetensors"}, {})
-    with pytest.raises(RunError, match=r"its 'memory' must be the name of a memory file, not '../"):
+    with pytest.raises(RunError, match=r"'memory' of the damaged '.*' must be the name of a memory file, not '../"):
         job.restore()
 
 

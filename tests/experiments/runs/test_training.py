@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from xkfac import Learner, consolidate
-from xkfac.experiments.data.digits import Part, permutation
+from xkfac.experiments.data.digits import Part, PermutedExamples, permutation
 from xkfac.experiments.networks.perceptron import perceptron
 from xkfac.experiments.recipes.recipe import Line
-from xkfac.experiments.runs.training import Stepper, accuracy, make_optimizer, permuted_examples
+from xkfac.experiments.runs.training import Stepper, accuracy, make_optimizer
 
 LR = 0.125  # a power of two, as the learning rate is kept in single precision
 
@@ -54,7 +54,7 @@ def assert_close(model, other):
 @pytest.mark.parametrize("norm", ["bn", "brn", "none"])
 def test_epochs_are_those_of_a_loop_by_hand(part, norm, momentum):
     model, other = network(norm), network(norm)
-    examples = permuted_examples(part, [permutation(6, 0, 1)])
+    examples = PermutedExamples(part, [permutation(6, 0, 1)])
     stepper = Stepper(model, examples, make_optimizer(model, momentum), None)
     velocity = {}
     for lr in (LR, LR / 4):
@@ -75,7 +75,7 @@ def test_epochs_with_a_penalty_are_those_of_a_loop_by_hand(part, method):
         model(x)
     memory = consolidate(model, batches, method, draws=4)
     other = copy.deepcopy(model)
-    examples = permuted_examples(part, [permutation(6, 0, 1)])
+    examples = PermutedExamples(part, [permutation(6, 0, 1)])
     target = [examples.take(index) for index in torch.arange(24).view(3, 8)]
     order = torch.randperm(24).view(3, 8)
     with Learner(model, memory, damping=0.1, strength=3) as learner:
@@ -91,7 +91,7 @@ def test_epochs_with_a_penalty_are_those_of_a_loop_by_hand(part, method):
 
 def test_a_learning_rate_of_0_changes_running_statistics_alone(part):
     model, before = network(), network()
-    Stepper(model, permuted_examples(part, [permutation(6, 0, 0)]), make_optimizer(model, 0.9), None).epoch(
+    Stepper(model, PermutedExamples(part, [permutation(6, 0, 0)]), make_optimizer(model, 0.9), None).epoch(
         torch.arange(24).view(4, 6), 0.0
     )
     for (name, tensor), old in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
@@ -100,7 +100,7 @@ def test_a_learning_rate_of_0_changes_running_statistics_alone(part):
 
 def test_a_pool_of_several_permutations_has_each_example_under_each(part):
     columns = [permutation(6, 0, task) for task in range(3)]
-    examples = permuted_examples(part, columns)
+    examples = PermutedExamples(part, columns)
     assert len(examples) == 72
     x, y = examples.take(torch.arange(72))
     for task in range(3):
@@ -112,7 +112,7 @@ def test_a_pool_of_several_permutations_has_each_example_under_each(part):
 
 def test_a_pool_of_one_permutation_is_a_copy(part):
     columns = permutation(6, 0, 1)
-    examples = permuted_examples(part, [columns])
+    examples = PermutedExamples(part, [columns])
     x, y = examples.take(torch.tensor([5, 0]))
     assert torch.equal(x, part.x[[5, 0]][:, columns])
     assert torch.equal(y, part.y[[5, 0]])

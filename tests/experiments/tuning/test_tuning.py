@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -21,13 +21,14 @@ from xkfac.experiments.data.digits import DataError
 from xkfac.experiments.networks.backbones import make_backbone
 from xkfac.experiments.networks.weights import save_source
 from xkfac.experiments.recipes.parsing import parse_recipe
+from xkfac.experiments.records import Trial
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import JobRun
 from xkfac.experiments.runs.progress import RunStatus
 from xkfac.experiments.runs.run_data import load_run_data
 from xkfac.experiments.runs.tasks import ImageTasks, PermutedTasks, Refused
 from xkfac.experiments.runs.worker import run_job
-from xkfac.experiments.tuning.trials import Choice, GridPoint, TrialResult, TunedJob, grid_of, ranked, tuned_jobs
+from xkfac.experiments.tuning.trials import Choice, TunedJob, grid_of, ranked, tuned_jobs, with_setting
 from xkfac.experiments.tuning.tuner import PHASES, Tuner, phase_done
 from xkfac.experiments.tuning.tuning import chosen, go_on, tune, tuning_status
 
@@ -83,9 +84,8 @@ def job(run, line):
 def told(run, *lines):
     """All events of lines of a run, and what was chosen, beside times."""
     lines = lines or tuple(run.recipe.lines)
-    choices = [each for each in chosen(run) if each["line"] in lines]
-    for choice in choices:
-        choice["runner_up"] = {**(choice["runner_up"] or {}), "seconds": 0}
+    choices = [each for each in chosen(run) if each.line in lines]
+    choices = [replace(each, runner_up=each.runner_up and replace(each.runner_up, seconds=0.0)) for each in choices]
     return [small.told(each.folder) for each in tuned_jobs(run) if each.folder.line in lines], choices
 
 
@@ -105,19 +105,19 @@ def brute_force(line, folder, floors=None):
     weights, memory = None, None
     for task in range(line.tasks):
         found = []
-        for number, point in enumerate(grid_of(line) if task else [GridPoint(line.lr, line.damping)]):
+        for number, point in enumerate(grid_of(line) if task else [Trial(0, line.lr, line.damping, None)]):
             place = replace(folder, path=folder.path / f"{task}-{number}")
-            learner = JobRun(point.of(line), 0, sequence, place, 1e9, floors=floors or {}, memory=memory)
+            learner = JobRun(with_setting(line, point), 0, sequence, place, 1e9, floors=floors or {}, memory=memory)
             learner.state.stage = task
             if weights is not None and line.method != "single":
                 learner.model.load_state_dict(weights)
-            if learner.learn(learner.stages[task], {}):
+            if learner.learn(task, {}):
                 right = sequence.accuracy(learner.model, task, "validation")
                 found.append((right, -point.lr, point.damping, place.events()[-1]["loss"], learner))
         right, lr, damping, loss, best = max(found, key=lambda each: each[:3])
         best.line = line
         if line.method != "single":
-            best.remember(best.stages[task])
+            best.remember(task)
         weights, memory = best.model.state_dict(), best.memory
         yield (-lr, damping, right), loss
 
@@ -173,7 +173,7 @@ def test_a_job_whose_trials_all_diverge_ends_there_and_what_it_should_have_said_
 
 def test_of_equals_a_smaller_lr_then_a_larger_damping_is_chosen():
     tried = [(0.1, 1e-3, 90.0), (0.05, 1e-4, 90.0), (0.05, 1e-3, 90.0), (0.01, 1e-3, 89.0), (0.001, 1.0, None)]
-    order = ranked([TrialResult(number, *each) for number, each in enumerate(tried)])
+    order = ranked([Trial(number, *each) for number, each in enumerate(tried)])
     assert [each.number for each in order] == [2, 1, 0, 3]
     assert Choice("t", order[0], order[1], 5, 1).why == "as good as the next of 5, with the larger damping; 1 diverged"
     assert Choice("t", order[0], order[2], 5).why == "as good as the next of 5, with the smaller lr"
@@ -184,11 +184,11 @@ def test_of_equals_a_smaller_lr_then_a_larger_damping_is_chosen():
 def test_a_grid_is_every_pair_once_and_replaces_the_rate_of_targets():
     recipe = parse_recipe(TEXT, "tuned", ["lines.xkfac.grid={ lr = [0.1, 0.2, 0.1] }", "lines.xkfac.target_lr=0.7"])
     line = recipe.lines["xkfac"]
-    assert grid_of(line) == [GridPoint(0.1, line.damping), GridPoint(0.2, line.damping)]
-    assert GridPoint(0.2, 0.5).of(line).learning_rate(1, 0) == 0.2
-    assert GridPoint(0.2, 0.5).of(line).damping == 0.5
-    assert grid_of(replace(line, grid={})) == [GridPoint(0.7, line.damping)]
-    assert grid_of(recipe.lines["plain"]) == [GridPoint(0.3, None), GridPoint(0.05, None)]
+    assert grid_of(line) == [Trial(0, 0.1, line.damping, None), Trial(1, 0.2, line.damping, None)]
+    assert with_setting(line, Trial(0, 0.2, 0.5, None)).learning_rate(1, 0) == 0.2
+    assert with_setting(line, Trial(0, 0.2, 0.5, None)).damping == 0.5
+    assert grid_of(replace(line, grid={})) == [Trial(0, 0.7, line.damping, None)]
+    assert grid_of(recipe.lines["plain"]) == [Trial(0, 0.3, None, None), Trial(1, 0.05, None, None)]
 
 
 # What may be read
@@ -314,7 +314,7 @@ def test_measured_are_the_chosen_networks_and_every_trial(unbroken):
     for task in range(3):
         if task:
             assert result.before[task] == sequence.accuracy(model, task, "test")
-        model.load_state_dict(xkfac.stage(task).weights())
+        xkfac.stage(task).load(model)
         assert result.accuracy[task] == [sequence.accuracy(model, known, "test") for known in range(task + 1)]
         if task:
             best, trials = xkfac.choices()[task].chosen, xkfac.stage(task).measured().trials
@@ -414,7 +414,7 @@ def test_the_command_says_what_it_chose_and_leaves_a_run(unbroken, tmp_path, mon
     standing = RunStatus.of(folder)
     assert (standing.state, standing.epochs_done, standing.epochs) == ("complete", 6, 6)
     monkeypatch.setattr("xkfac.experiments.tuning.tuning.Worker.start", None)  # no process is needed any more
-    assert go_on(run) == choices
+    assert [asdict(choice) for choice in go_on(run)] == choices
     with pytest.raises(RunError, match="is a tuning"):
         resume(folder)
 

@@ -4,11 +4,14 @@ All randomness is drawn beforehand on the CPU, so that a training step that augm
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from xkfac.experiments.data.digits import Batch, Part, stream
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -24,7 +27,7 @@ class Augmentation:
     """
 
     pixels: int
-    scale: tuple[float, float] = (0.08, 1.0)
+    scale: tuple[float, ...] = (0.08, 1.0)
     flip: bool = True
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -84,3 +87,36 @@ class Augmentation:
             shift = torch.tensor(-mean / std, device="cpu")
             torch.add(shift, x[:, channel], alpha=1 / (255 * std), out=result[:, channel])
         return result
+
+
+@dataclass(eq=False)
+class ImageExamples:
+    """Images to train on, augmented by draws that `redraw` makes for each of them, or as evaluation sees them."""
+
+    images: Part
+    augmentation: Augmentation
+    augmented: bool
+
+    def __post_init__(self) -> None:
+        self.device = self.images.x.device
+        self._draws = torch.zeros(len(self.images) if self.augmented else 0, 5, device=self.device)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def redraw(self, *key: int) -> None:
+        """Draw the crop and the side of each image anew, in place, so that a captured graph finds them."""
+        if self.augmented:
+            self._draws.copy_(self.augmentation.draw((len(self),), stream("augmentation", *key)))
+
+    def take(self, index: Tensor) -> Batch:
+        """Return the images `index` [N] as inputs [N, 3, pixels, pixels] and labels [N]."""
+        x, y = self.images.x.index_select(0, index), self.images.y.index_select(0, index)
+        if self.augmented:
+            return self.augmentation.augmented(x, self._draws.index_select(0, index)), y
+        return self.augmentation.plain(x), y
+
+    def chunks(self) -> Iterable[Batch]:
+        """Yield all of them in their order."""
+        for index in torch.split(torch.arange(len(self), device=self.device), 256):
+            yield self.take(index)

@@ -7,10 +7,9 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -20,13 +19,14 @@ import torch
 from torch import Tensor
 
 from xkfac.errors import XkfacError
-from xkfac.experiments.files import at_home, read_regular, replace_file
+from xkfac.experiments.files import data_folder, read_regular, replace_file
 from xkfac.experiments.packages import imported
 from xkfac.experiments.recipes.recipe import DataSet
 
 DIGITS_TEST = 400
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
 TIMEOUT = 30.0
+Batch = tuple[Tensor, Tensor]
 LARGEST_FILE = 2**26  # bytes, unpacked; those of MNIST have 47 million at most
 _UNREADABLE = (OSError, EOFError, ValueError, zlib.error)
 
@@ -114,6 +114,34 @@ def batches(count: int, size: int, *, seed: int, task: int, epoch: int, what: st
     return order[: count // size * size].view(-1, size)
 
 
+class PermutedExamples:
+    """A part to train on under permutations [features]: [n] examples of a single one, which is applied now, or more."""
+
+    def __init__(self, part: Part, permutations: Sequence[Tensor]) -> None:
+        self.device = part.x.device
+        self._permutations = torch.stack([*permutations]).to(self.device)
+        alone = len(permutations) == 1
+        self.part = Part(part.x.index_select(1, self._permutations[0]), part.y) if alone else part
+
+    def __len__(self) -> int:
+        return len(self.part) * len(self._permutations)
+
+    def take(self, index: Tensor) -> Batch:
+        """Return the examples `index` [N] as inputs [N, features] and labels [N]."""
+        if len(self._permutations) == 1:
+            return self.part.x.index_select(0, index), self.part.y.index_select(0, index)
+        task, example = index // len(self.part), index % len(self.part)
+        x = self.part.x.index_select(0, example)
+        return x.gather(1, self._permutations.index_select(0, task)), self.part.y.index_select(0, example)
+
+    def chunks(self) -> Iterable[Batch]:
+        """Return all examples under a single permutation in large batches."""
+        return list(zip(*(torch.split(t, 8192) for t in (self.part.x, self.part.y)), strict=True))
+
+    def redraw(self, *key: int) -> None:
+        """Do nothing: these examples have nothing random about them."""
+
+
 def load(
     name: DataSet, folder: Path | str | None, *, validation: int, train: int | None = None, download: bool = False
 ) -> Parts:
@@ -155,13 +183,12 @@ def _digits() -> list[Tensor]:
 
 def _mnist(folder: Path | str | None, download: bool) -> list[Tensor]:
     """Return images and labels of MNIST, then those of the test part."""
-    folder = folder or os.environ.get("XKFAC_DATA")
-    if not folder:
+    folder = data_folder(folder)
+    if folder is None:
         raise DataError(
             "mnist needs a folder: name one that has its files with --data FOLDER or in the variable XKFAC_DATA, "
             "and add --download to have them fetched into it"
         )
-    folder = at_home(folder)
     if not download and not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist"
         raise DataError(f"'{folder}' {what}; name a folder that has the files of mnist, or add --download")

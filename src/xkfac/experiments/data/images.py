@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from xkfac.experiments.files import at_home, locked
 from xkfac.experiments.packages import imported
 from xkfac.experiments.recipes.recipe import Resize
 
-PART_NAMES = ("train", "validation", "test")
+PartName = Literal["train", "validation", "test"]
+PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 VERSION = 1  # of what a cache file holds
 FEW = 64  # images that one process has decoded before others are started
 
@@ -40,7 +41,7 @@ def load_pictures(
     limit: int | None = None,
     workers: int = 1,
     progress: Progress | None = None,
-    parts: Sequence[str] = PART_NAMES,
+    parts: Sequence[PartName] = PART_NAMES,
 ) -> Parts:
     """Return the parts of a tree, memory-mapped from the cache; what is not in there is decoded first.
 
@@ -59,7 +60,7 @@ def load_pictures(
     stored = pixels if resize == "squash" else round(pixels * 256 / 224)
     tree = path if isinstance(path, Tree) else Tree.read(path)
     train, aside = tree.split(validation, limit)
-    everything = {"train": train, "validation": aside, "test": tree.test}
+    everything: dict[PartName, tuple[ImageFile, ...]] = {"train": train, "validation": aside, "test": tree.test}
     asked = {part: entries if part in parts else () for part, entries in everything.items()}
     folder = at_home(os.environ.get("XKFAC_CACHE") or "~/.cache/xkfac") / "pictures"
     files = {part: folder / _cache_name(tree.path, part, asked[part], stored, resize) for part in PART_NAMES}

@@ -7,7 +7,6 @@ or .csv are left out; any other file below a class must be an image of a format 
 """
 
 import contextlib
-import os
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor
 from xkfac.errors import nearest
 from xkfac.experiments.data.digits import DataError, stream
 from xkfac.experiments.data.tree_files import FORMATS, PARTS, TEST_NAMES, Files, is_image, list_files
-from xkfac.experiments.files import at_home, check_path
+from xkfac.experiments.files import at_home, check_path, data_folder
 
 NOTES = frozenset((".txt", ".csv", ".tsv", ".json", ".xml", ".md", ".html", ".db", ".ini"))
 
@@ -98,13 +97,13 @@ class Tree:
 
 def in_data_folder(name: str, folder: Path | None, what: str) -> Path:
     """Return a path that is absolute, or relative to the data folder; None means the variable XKFAC_DATA."""
-    path, place = at_home(name), folder or os.environ.get("XKFAC_DATA")
-    if not path.is_absolute() and not place:
+    path, place = at_home(name), data_folder(folder)
+    if not path.is_absolute() and place is None:
         raise DataError(
             f"the {what} '{name}' need a folder: name the one they are in with --data FOLDER or in the variable "
             "XKFAC_DATA, or give an absolute path"
         )
-    return path if path.is_absolute() or not place else (at_home(place) / path).absolute()
+    return path if path.is_absolute() or place is None else (place / path).absolute()
 
 
 def find_tree(name: str, folder: Path | None) -> Path:

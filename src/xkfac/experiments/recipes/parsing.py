@@ -4,15 +4,26 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import resources
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 from xkfac.curvature.operator import Settings
 from xkfac.errors import XkfacError, nearest, shortened
 from xkfac.experiments.files import LARGEST_TEXT, check_path, read_regular, reason
-from xkfac.experiments.recipes.recipe import JOINT, SINGLE, Data, Figure, Images, Line, Recipe, Task, without_effect
-from xkfac.experiments.recipes.sweeps import check_point, expanded, swept_key
+from xkfac.experiments.recipes.recipe import (
+    JOINT,
+    SINGLE,
+    TABLES,
+    Data,
+    Figure,
+    Images,
+    Line,
+    Recipe,
+    Task,
+    without_effect,
+)
+from xkfac.experiments.recipes.sweeps import expanded, swept_key
 from xkfac.experiments.recipes.toml_tables import (
     RecipeError,
     as_table,
@@ -20,10 +31,8 @@ from xkfac.experiments.recipes.toml_tables import (
     check_keys,
     check_values,
     parse_toml,
-    read_value,
-    typed,
+    read_setting,
 )
-from xkfac.methods import METHODS
 
 LONGEST_NAME = 100  # what files are called by it must stay below 255 bytes
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -31,7 +40,6 @@ _MOST_DRAWS = 1_000_000
 
 # Keys of lines that recorded runs still have, each with the value at which it never had an effect.
 _RETIRED = {"clip": 0.0}
-_MISSING = object()
 
 
 def named_recipes() -> dict[str, str]:
@@ -84,21 +92,20 @@ def _leave_out_defaults(table: dict[str, Any]) -> None:
     """Take keys out of lines whose values are the defaults, or which never had an effect at their values."""
     defaults = {f.name: f.default for f in fields(Line) if f.name not in ("label", "tasks")} | _RETIRED
     for name, line in as_table(table.get("lines", {}), "lines").items():
-        for key in [key for key in as_table(line, f"lines.{name}") if line[key] == defaults.get(key, _MISSING)]:
+        for key in [key for key in as_table(line, f"lines.{name}") if key in defaults and line[key] == defaults[key]]:
             del line[key]
 
 
 def _recipe(table: dict[str, Any], source: str) -> Recipe:
-    table = dict(table)
-    parts = ("defaults", "lines", "figures", "data", "images", "tasks")
-    given = {key: as_table(table.pop(key), key) for key in parts if key in table}
-    defaults, lines, figures = (given.get(key, {}) for key in parts[:3])
+    check_keys(table, {"defaults", *(f.name for f in fields(Recipe))}, source)
+    given = {key: as_table(table[key], key) for key in ("defaults", *TABLES) if key in table}
+    defaults, lines, figures = (given.get(key, {}) for key in ("defaults", "lines", "figures"))
     if not lines:
         raise RecipeError(f"'{source}' has no [lines.NAME] table, so there is nothing to run; add one for each curve")
     with_images = "images" in given or "tasks" in given
     world = _images(given) if with_images else {"data": build(Data, given.get("data", {}), "data")}
     tasks = world.get("tasks")
-    lines, sweeps = expanded(lines, defaults)
+    lines = expanded(lines, defaults)
     defaults = {key: value for key, value in defaults.items() if key != "sweep"}
     # Also what no line has a use for: a value that means nothing is not passed over.
     build(Line, defaults, "defaults")
@@ -107,16 +114,13 @@ def _recipe(table: dict[str, Any], source: str) -> Recipe:
     for key, own in figures.items():
         _check_name(key, "figure")
         figure = build(Figure, as_table(own, f"figures.{key}"), f"figures.{key}")
-        shown = tuple(line for name in figure.lines for line in sweeps.get(name, (name,)))
-        drawn[key] = replace(figure, lines=shown)
+        shown = ([line for line in built if built[line].sweep.get("line") == name] or [name] for name in figure.lines)
+        drawn[key] = replace(figure, lines=tuple(chain.from_iterable(shown)))
     alone = tuple(name for name, line in built.items() if not line.sweep)
     if not drawn and alone:  # sweeps have a figure of their own
         drawn = {"accuracy": Figure("Average accuracy", lines=alone)}
-    known = {f.name for f in fields(Recipe)} - {"lines", "figures", "data", "images", "tasks"}
-    check_keys(table, known | set(parts), source)
-    recipe: Recipe = build(
-        Recipe, {"name": Path(source).stem, **table}, source, lines=built, figures=drawn, **{"data": Data(), **world}
-    )
+    plain = {"name": Path(source).stem, **{key: value for key, value in table.items() if key not in given}}
+    recipe: Recipe = build(Recipe, plain, source, lines=built, figures=drawn, **world)
     _check_recipe(recipe)
     return recipe
 
@@ -157,15 +161,6 @@ def _check_orders(images: Images, targets: list[str]) -> None:
 def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mapping[str, Task] | None) -> Line:
     where = f"lines.{name}"
     _check_name(name, "line")
-    method = typed({**defaults, **own}.get("method", Line.method), str, f"{where}: method")
-    known = [*METHODS, JOINT, SINGLE]
-    if method not in known:
-        raise RecipeError(
-            f"{where}: method '{shortened(method)}' is not known{nearest(method, known)}; it is one of "
-            f"{', '.join(known)}"
-        )
-    if method == JOINT and tasks is not None:
-        raise RecipeError(f"{where}: method '{JOINT}' is for permuted digits; for images use '{SINGLE}' as the ceiling")
     useless = without_effect({**defaults, **own}, tasks is not None)
     for key, why in useless.items():
         if key in own:
@@ -174,29 +169,20 @@ def _line(name: str, own: dict[str, Any], defaults: dict[str, Any], tasks: Mappi
     line: Line = build(
         Line, {"label": name, **count, **{key: v for key, v in defaults.items() if key not in useless}, **own}, where
     )
+    if tasks is not None and line.method == JOINT:
+        raise RecipeError(f"{where}: method '{JOINT}' is for permuted digits; for images use '{SINGLE}' as the ceiling")
     if tasks is not None and line.tasks > len(tasks):
         raise RecipeError(f"{where}: tasks is {line.tasks}, and the recipe has {len(tasks)} [tasks.NAME] tables")
     check_keys(line.curvature, {f.name for f in fields(Settings)}, f"{where}: curvature")
     try:
-        line.resolved_method()
+        resolved = line.resolved_method()
     except XkfacError as error:
         raise RecipeError(f"{where}: {error}") from None
-    if line.resolved_method().own_bn and tasks is None and line.norm == "none" and not line.own:
+    if resolved.own_bn and tasks is None and line.norm == "none" and not line.own:
         raise RecipeError(f"{where}: a network without BN leaves nothing to each task; name layers in 'own'")
-    check_point(line, where)
-    _check_grid(line, where)
+    check_keys(line.grid, ("lr", "damping") if resolved.penalised else ("lr",), f"{where}: grid")
     _check_numbers(line, where)
     return line
-
-
-def _check_grid(line: Line, where: str) -> None:
-    allowed = ("lr", "damping") if line.penalised else ("lr",)
-    check_keys(line.grid, allowed, f"{where}: grid")
-    for key, values in line.grid.items():
-        if not typed(values, tuple[float, ...], f"{where}: grid.{key}"):
-            raise RecipeError(f"{where}: grid.{key} is empty; give the values to choose from")
-        if any(not 0 <= value < float("inf") for value in values):
-            raise RecipeError(f"{where}: grid.{key} must be numbers of at least 0, not {values}")
 
 
 def _check_name(name: str, what: str) -> None:
@@ -225,17 +211,16 @@ def _check_numbers(line: Line, where: str) -> None:
 
 def _check_recipe(recipe: Recipe) -> None:
     _check_name(recipe.name, "recipe")
-    world = "data" if recipe.images is None else "images"
-    chosen, remedy = recipe.images or recipe.data, "some thousands" if recipe.images is None else "a share such as 0.1"
-    if chosen.measure == "validation" and chosen.validation == 0:
-        raise RecipeError(f"{world}.measure is 'validation' and {world}.validation is 0; set it to {remedy}")
+    world, data = recipe.world
+    amount = "some thousands" if world == "data" else "a share such as 0.1"
+    missing = f"{world}.validation is 0; set it to {amount}" if data.validation == 0 else ""
+    if missing and data.measure == "validation":
+        raise RecipeError(f"{world}.measure is 'validation' and {missing}")
     for name, line in recipe.lines.items():
         wanting = (("early_stopping", line.early_stopping), ("consolidate", line.consolidate == "validation"))
         needs = next((key for key, wants in (*wanting, ("calibrated", line.calibrated)) if wants), None)
-        if needs and chosen.validation == 0:
-            raise RecipeError(
-                f"lines.{name}: {needs} needs a validation split and {world}.validation is 0; set it to {remedy}"
-            )
+        if missing and needs:
+            raise RecipeError(f"lines.{name}: {needs} needs a validation split and {missing}")
         if line.balance and not any(other.method == SINGLE for other in recipe.lines.values()):
             raise RecipeError(
                 f"lines.{name}: balance needs C_t, the loss that fine-tuning reaches, and no line has the method "
@@ -249,29 +234,24 @@ def _check_recipe(recipe: Recipe) -> None:
 
 def _apply(table: dict[str, Any], setting: str) -> None:
     """Change a key of a recipe's table by a setting such as "defaults.epochs=2"."""
-    path, equals, text = setting.partition("=")
+    path, value = read_setting(setting, "defaults.epochs=2")
     lines = as_table(table.get("lines", {}), "lines")
     keys = _path(path, lines)
-    if not equals or not all(keys):
-        raise RecipeError(f"the setting '{shortened(setting)}' must have the form key=value, such as defaults.epochs=2")
-    value = read_value(text.strip())
     if keys[0] == "lines" and len(keys) > 2 and keys[1] not in lines:
         raise RecipeError(f"the setting '{shortened(setting)}' names no line{nearest(keys[1], lines)}")
     _put(table, keys, value)
     if keys[0] == "defaults" and len(keys) > 1:
         for line in lines.values():
-            if isinstance(line, dict) and keys[1] in line and _same_sweep(keys[1], line, value):
+            if not isinstance(line, dict) or keys[1] not in line:
+                continue
+            # A line that has a sweep of something else, or wants none, keeps that.
+            if keys[1] != "sweep" or (line["sweep"] and swept_key(line["sweep"]) == swept_key(value)):
                 _put(line, keys[1:], value)
-
-
-def _same_sweep(key: str, line: Mapping[str, Any], value: Any) -> bool:
-    """Return False where a setting gives all lines a sweep and one has a sweep of something else, or wants none."""
-    return key != "sweep" or (bool(line["sweep"]) and swept_key(line["sweep"]) == swept_key(value))
 
 
 def _path(text: str, lines: Iterable[str]) -> list[str]:
     """Return the keys of a path such as "lines.kfac-0.1.lr"; the name of a line may have dots itself."""
-    first, _, rest = text.strip().partition(".")
+    first, _, rest = text.partition(".")
     name = max((name for name in lines if rest.startswith(f"{name}.")), key=len, default="")
     if first == "lines" and name:
         return [first, name, *(key.strip() for key in rest[len(name) + 1 :].split("."))]

@@ -15,20 +15,12 @@ Every key is explained at the field of its class: `Recipe`, `Data`, `Images`, `T
 
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from xkfac.errors import nearest
-from xkfac.experiments.recipes.toml_tables import (
-    Count,
-    RecipeError,
-    Share,
-    number,
-    whole,
-    write_key,
-    write_value,
-)
+from xkfac.experiments.recipes.toml_tables import Count, RecipeError, Share, number, whole, write_key, write_value
 from xkfac.methods import METHODS, Method, get_method
 from xkfac.plain_values import Amount, Positive, Range
 
@@ -38,6 +30,11 @@ Resize = Literal["squash", "crop"]
 JOINT = "joint"
 SINGLE = "single"
 UNPROTECTED = (JOINT, SINGLE)
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[(*METHODS, *UNPROTECTED)]
+SWEPT = ("strength", "lr")
 
 _READING = ("interpretation", "recentre")
 _OF_STATISTICS = ("fixed_bn", "interpretation", "bn_momentum")
@@ -58,6 +55,14 @@ Widths = Annotated[
 Scale = Annotated[
     tuple[float, ...],
     Range("two growing numbers above 0 and up to 1", lambda of: len(of) == 2 and 0 < of[0] <= of[1] <= 1),
+]
+Grid = Mapping[str, Annotated[list[Amount], Range("a list of at least one value to choose from", bool)]]
+SweepPoint = Annotated[
+    Mapping[str, str],
+    Range(
+        f"the line, label and key of a sweep, the key one of {', '.join(SWEPT)}",
+        lambda of: not of or (of.keys() == {"line", "label", "key"} and of["key"] in SWEPT),
+    ),
 ]
 
 
@@ -171,7 +176,7 @@ class Line:
     early_stopping: bool = True
     average: Count = 0
     label_smoothing: Share = 0.0
-    method: str = "xkfac"
+    method: MethodName = "xkfac"
     at: tuple[int, ...] = ()
     own: tuple[str, ...] = ()
     interpretation: str | None = None
@@ -191,8 +196,8 @@ class Line:
     consolidate: Literal["train", "validation"] = "train"
     batches: Count = 0
     keep: Literal["average", "all"] = "average"
-    grid: Mapping[str, Any] = field(default_factory=dict)
-    sweep: Mapping[str, Any] = field(default_factory=dict)
+    grid: Grid = field(default_factory=dict)
+    sweep: SweepPoint = field(default_factory=dict)
 
     @property
     def swept(self) -> float | None:
@@ -233,10 +238,11 @@ class Line:
         """Return the library's method of the line; one that protects nothing is fine-tuning to it."""
         if self.method in UNPROTECTED:
             return METHODS["fine-tuning"]
-        given: dict[str, Any] = {"interpretation": self.interpretation, "recentre": self.recentre}
+        options = {"interpretation": self.interpretation, "recentre": self.recentre}
+        given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
         if self.fixed_bn:
-            given = {"interpretation": "eval", "recentre": False, **_given(given), "fixed_bn": True}
-        return get_method(self.method, **self.curvature, **_given(given))
+            given = {"interpretation": "eval", "recentre": False, **given, "fixed_bn": True}
+        return get_method(self.method, **self.curvature, **given)
 
 
 @dataclass(frozen=True)
@@ -252,10 +258,6 @@ class Plan:
     tasks: tuple[str, ...] = ()
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if value is not None}
-
-
 @dataclass(frozen=True)
 class Figure:
     """A figure: average accuracy against the number of tasks for some lines."""
@@ -263,6 +265,9 @@ class Figure:
     title: str = ""
     note: str = ""
     lines: tuple[str, ...] = ()
+
+
+TABLES = ("data", "images", "tasks", "lines", "figures")  # of a recipe; its other fields are plain keys
 
 
 @dataclass(frozen=True)
@@ -294,6 +299,11 @@ class Recipe:
     def seeds(self) -> range:
         """The seeds of the repeats."""
         return range(self.seed, self.seed + self.repeats)
+
+    @property
+    def world(self) -> tuple[str, Data | Images]:
+        """The table that says what is learnt from, by its name, `data` or `images`."""
+        return ("data", self.data) if self.images is None else ("images", self.images)
 
     def order(self, seed: int) -> tuple[str, ...]:
         """Return the names of the tasks of images in the order in which the repeat of a seed meets them."""
@@ -339,14 +349,33 @@ class Recipe:
 
     def to_toml(self) -> str:
         """Return the recipe with every key written out, as a run keeps it."""
-        return "\n".join(_toml_lines(self)) + "\n"
+        tables: dict[str, Any] = dict([self.world])
+        for key in ("tasks", "lines", "figures"):
+            tables |= {f"{key}.{write_key(name)}": table for name, table in getattr(self, key).items()}
+        rows = self._rows(self)
+        for name, table in tables.items():
+            rows += ["", f"[{name}]", *self._rows(table)]
+        return "\n".join(rows) + "\n"
+
+    def _rows(self, table: Any) -> list[str]:
+        """Return the keys of the recipe itself, or of a table of it, that have a value and an effect."""
+        left_out: Container[str] = TABLES if table is self else ()
+        if isinstance(table, Line):
+            left_out = without_effect(vars(table), self.images is not None)
+        values = {f.name: getattr(table, f.name) for f in fields(table) if f.name not in left_out}
+        return [f"{key} = {write_value(value)}" for key, value in values.items() if value is not None]
+
+
+def method_of(line: Mapping[str, Any]) -> Method | None:
+    """Return the library's method of a line as it is written; None where it names none, which is said elsewhere."""
+    method = line.get("method", Line.method)
+    return METHODS.get("fine-tuning" if method in UNPROTECTED else method) if isinstance(method, str) else None
 
 
 def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, str]:
     """Return the keys that would do nothing on a line, each with what it is that they would not act on."""
-    method = line.get("method", Line.method)
-    chosen = METHODS.get("fine-tuning" if method in UNPROTECTED else method)
-    if chosen is None:  # which is said elsewhere
+    method, chosen = line.get("method", Line.method), method_of(line)
+    if chosen is None:
         return {}
     of = f"method '{method}', which"
     rules: list[tuple[bool, tuple[str, ...], str]] = [
@@ -366,25 +395,3 @@ def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, s
         (method in UNPROTECTED, ("fixed_bn", "target_lr", "own"), f"{of} has no second task"),
     ]
     return {key: why for holds, keys, why in rules if holds for key in keys}
-
-
-def _toml_lines(recipe: Recipe) -> Iterator[str]:
-    tables: dict[str, Any] = {"data": recipe.data} if recipe.images is None else {"images": recipe.images}
-    tables |= {f"tasks.{write_key(name)}": task for name, task in recipe.tasks.items()}
-    tables |= {f"lines.{write_key(name)}": line for name, line in recipe.lines.items()}
-    tables |= {f"figures.{write_key(name)}": figure for name, figure in recipe.figures.items()}
-    yield from (f"{key} = {write_value(getattr(recipe, key))}" for key in _plain_fields(recipe, recipe))
-    for name, table in tables.items():
-        yield ""
-        yield f"[{name}]"
-        yield from (f"{key} = {write_value(getattr(table, key))}" for key in _plain_fields(table, recipe))
-
-
-def _plain_fields(table: Any, recipe: Recipe) -> Iterator[str]:
-    for f in fields(table):
-        value = getattr(table, f.name)
-        if value is None or (table is recipe and f.name in ("lines", "figures", "data", "images", "tasks")):
-            continue
-        if isinstance(table, Line) and f.name in without_effect(vars(table), recipe.images is not None):
-            continue
-        yield f.name

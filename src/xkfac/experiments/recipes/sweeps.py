@@ -9,17 +9,13 @@ Each value becomes a line of its own, `kfac-x0.1` or `fine-tuning-lr0.05`, so th
 of sweeps. Such a line keeps `sweep = { line = "kfac", label = "K-FAC", key = "strength" }`: what it is a point of.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from xkfac.experiments.recipes.recipe import UNPROTECTED, Line
+from xkfac.experiments.recipes.recipe import SWEPT, method_of
 from xkfac.experiments.recipes.toml_tables import RecipeError, as_table, check_keys, typed
-from xkfac.methods import METHODS
 from xkfac.plain_values import shown
 
-SWEPT = ("strength", "lr")
-_POINT = ("line", "label", "key")
 _MARKS = {"strength": ("x", "x"), "lr": ("lr", "lr ")}  # before the value, in names and in labels
 
 
@@ -32,15 +28,12 @@ def swept_key(sweep: Any) -> str | None:
     return None
 
 
-def expanded(
-    lines: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Return the tables of all lines, each sweep replaced by its points, and the names of the points by sweep.
+def expanded(lines: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of all lines, each sweep replaced by its points.
 
     defaults: those of all lines. Their sweep holds for lines that have none, as far as it has an effect there.
     """
     tables: dict[str, Any] = {}
-    sweeps: dict[str, tuple[str, ...]] = {}
     for name, given in lines.items():
         own = dict(as_table(given, f"lines.{name}"))
         sweep, where = own.pop("sweep", None), f"lines.{name}: sweep"
@@ -49,23 +42,20 @@ def expanded(
             sweep, where = default, "defaults: sweep"
         if isinstance(sweep, dict) and "line" in sweep:  # a point, as the recipe of a run has it written out
             points = {name: {**own, "sweep": sweep}}
-            sweeps[str(sweep["line"])] = (*sweeps.get(str(sweep["line"]), ()), name)
         elif not sweep and isinstance(sweep, dict | list | None):
             points = {name: own}
         else:
             points = _points(name, own, defaults, sweep, where)
-            sweeps[name] = tuple(points)
         twice = next((point for point in points if point in tables), None)
         if twice is not None:
             raise RecipeError(f"lines.{name}: the sweep makes a line '{twice}', which there is already; rename one")
         tables |= points
-    return tables, sweeps
+    return tables
 
 
 def _penalised(table: Mapping[str, Any]) -> bool:
-    method = table.get("method", Line.method)
-    known = METHODS.get(method) if isinstance(method, str) else None  # what is no method is said later
-    return method not in UNPROTECTED and (known is None or known.penalised)
+    method = method_of(table)
+    return method is None or method.penalised
 
 
 def _points(
@@ -98,7 +88,7 @@ def _values(sweep: Any, where: str) -> tuple[str, tuple[float, ...]]:
         raise RecipeError(f"{where} is {shown(sweep)}; it must be a list of strengths, or one key with its values")
     check_keys([key], SWEPT, where)
     values = typed(sweep if isinstance(sweep, list) else sweep[key], tuple[float, ...], where)
-    if any(not 0 <= value < math.inf for value in values) or len(set(values)) < len(values) or not values:
+    if any(value < 0 for value in values) or len(set(values)) < len(values) or not values:
         raise RecipeError(f"{where} must be different numbers of at least 0, not {shown(list(values))}")
     return key, values
 
@@ -111,13 +101,3 @@ def _check_beside(key: str, own: Mapping[str, Any], whole: Mapping[str, Any], wh
         raise RecipeError(f"{where} of lr does not act on targets beside target_lr; leave that out")
     if key == "lr" and "lr" in as_table(own.get("grid", {}), "grid"):
         raise RecipeError(f"{where} gives the values of lr, and so does grid.lr; leave one out")
-
-
-def check_point(line: Line, where: str) -> None:
-    """Raise RecipeError unless a line is no point of a sweep, or says in full of which."""
-    if not line.sweep:
-        return
-    check_keys(line.sweep, _POINT, f"{where}: sweep")
-    for key in _POINT:
-        typed(line.sweep.get(key), str, f"{where}: sweep.{key}")
-    check_keys([line.sweep["key"]], SWEPT, f"{where}: sweep.key")

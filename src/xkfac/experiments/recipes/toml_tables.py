@@ -98,7 +98,7 @@ def typed(value: Any, hint: Any, where: str) -> Any:
         raise RecipeError(str(error)) from None
 
 
-def read_value(text: str) -> Any:
+def _read_value(text: str) -> Any:
     """Return the value that a text is in TOML, or the text itself."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -110,15 +110,17 @@ def read_value(text: str) -> Any:
     return value
 
 
+def read_setting(setting: str, example: str) -> tuple[str, Any]:
+    """Return the key and the value of a setting such as "epochs=30"; its error shows an example."""
+    key, equals, text = setting.partition("=")
+    if not equals or not all(step.strip() for step in key.split(".")):
+        raise RecipeError(f"the setting '{shortened(setting)}' must have the form key=value, such as {example}")
+    return key.strip(), _read_value(text.strip())
+
+
 def settings_of(cls: Any, settings: Iterable[str]) -> Any:
     """Return an instance of a dataclass from settings such as "epochs=30", all others at their defaults."""
-    table: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not key.strip():
-            raise RecipeError(f"the setting '{shortened(setting)}' must have the form key=value, such as epochs=30")
-        table[key.strip()] = read_value(text.strip())
-    return build(cls, table, "settings")
+    return build(cls, dict(read_setting(setting, "epochs=30") for setting in settings), "settings")
 
 
 def write_key(name: str) -> str:

@@ -7,10 +7,9 @@ from typing import Any
 
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_RECORD, read_json, reason
-from xkfac.experiments.records import CHOSEN
 from xkfac.experiments.report.tables import Cell, Row, Table
 from xkfac.experiments.runs.results import RunResults
-from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, Point, choice_cells
+from xkfac.experiments.tuning.trials import CHOICE_COLUMNS, ChoiceEntry, Point
 from xkfac.plain_values import from_plain
 
 
@@ -35,8 +34,8 @@ def read_tuned(run: RunResults) -> Tuned | None:
     rows: list[list[str]] = []
     points: list[Point] = []
     for folder in map(Path, (run.folder, *run.others)):
-        for entry in _entries(folder / "choices.json", CHOSEN):
-            name, *cells = choice_cells(entry)
+        for entry in _entries(folder / "choices.json", ChoiceEntry):
+            name, *cells = entry.cells()
             line = run.recipe.lines.get(name)
             rows.append([line.label if line is not None and line.label else name, *cells])
         points += _entries(folder / "points.json", Point)

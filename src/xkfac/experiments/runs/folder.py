@@ -21,12 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from xkfac.errors import XkfacError
 from xkfac.experiments.files import LARGEST_TEXT, check_path, locked, read_json, read_regular, reason
 from xkfac.experiments.recipes.parsing import parse_recipe
 from xkfac.experiments.recipes.recipe import SINGLE, Recipe
 from xkfac.experiments.records import FACTS
-from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError, digest_of, write_text, writing
+from xkfac.experiments.runs.job_folder import JobFolder, NotWritten, RunError, digest_of, held, write_text
 from xkfac.experiments.runs.results import LineResults, RunResults
 from xkfac.plain_values import from_plain
 
@@ -83,6 +85,11 @@ class RunFolder:
             ) from None
         return cls(path, recipe, facts)
 
+    @property
+    def place(self) -> torch.device:
+        """The device that the run was started on."""
+        return torch.device(self.facts["place"])
+
     def job(self, line: str, seed: int) -> JobFolder:
         """Return the folder of a job."""
         return JobFolder(self.path / "jobs" / line / str(seed), line, seed, self.recipe.plan(line, seed))
@@ -124,9 +131,7 @@ class RunFolder:
         Raises RunError when another process holds it. A lock ends with the processes that hold it, however they end.
         """
         path = self.path / "lock"
-        with contextlib.ExitStack() as holding:
-            with writing(path):
-                handle = holding.enter_context(locked(path, shared=shared, wait=_MOMENT))
+        with held(path, shared=shared, wait=_MOMENT) as handle:
             if handle is None:
                 owner = path.read_text(errors="replace")[:100].strip() or "another process"
                 raise RunError(f"the run '{self.path}' is in use by {owner}; wait until it ends, or stop it first")
@@ -138,11 +143,10 @@ class RunFolder:
     def in_use(self) -> bool:
         """Whether a process holds the run; nothing is changed by asking."""
         path = self.path / "lock"
-        with (
-            contextlib.suppress(OSError),
-            locked(path, wait=_MOMENT) if path.exists() else contextlib.nullcontext(0) as handle,
-        ):
-            return handle is None
+        with contextlib.suppress(OSError):
+            if path.exists():
+                with locked(path, wait=_MOMENT) as handle:
+                    return handle is None
         return False
 
 

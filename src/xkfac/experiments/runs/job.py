@@ -1,7 +1,8 @@
 """One job: a line of a recipe with one seed, its tasks learnt one after the other, from where it was left off.
 
-A job is made of stages. Each is a training from its first to its last epoch, after which the memory is extended and
-the network measured. A stage can also be learnt by itself, from a given state, as trials of settings do.
+A job is made of stages. Each is a training from its first to its last epoch on the task that is new, or for `joint` on
+all tasks so far, after which the memory is extended and the network measured. A stage can also be learnt by itself,
+from a given state, as trials of settings do.
 """
 
 import contextlib
@@ -17,10 +18,9 @@ from torch import Tensor
 from xkfac.errors import MemoryFileError, NotFiniteError
 from xkfac.experiments.data.digits import batches, stream
 from xkfac.experiments.recipes.recipe import JOINT, SINGLE, UNPROTECTED, Line
-from xkfac.experiments.runs.job_folder import JobFolder, RunError, writing
-from xkfac.experiments.runs.stages import Batches, JobState, Stage
+from xkfac.experiments.runs.job_folder import JobFolder, JobState, RunError, writing
 from xkfac.experiments.runs.tasks import TaskSequence
-from xkfac.experiments.runs.training import Examples, Stepper, load_momentum, make_optimizer, momentum_of
+from xkfac.experiments.runs.training import Batches, Examples, Stepper, load_momentum, make_optimizer, momentum_of
 from xkfac.learning.balance import Balance
 from xkfac.learning.calibrator import calibrate
 from xkfac.learning.learner import Learner
@@ -50,9 +50,8 @@ class JobRun:
     memory: Memory | None = None
 
     def __post_init__(self) -> None:
-        line = self.line
-        self.stages = [Stage(count, line.method if line.method in UNPROTECTED else "") for count in line.counts]
-        self.method = line.resolved_method()
+        self._anew = self.line.method in UNPROTECTED  # whether each stage begins with the initial network
+        self.method = self.line.resolved_method()
         self._saved = time.monotonic()
         self._memory_file: str | None = None
         self._lent = False
@@ -61,19 +60,16 @@ class JobRun:
         self._balance: Balance | None = None
         self.model = self.sequence.network()
 
-    def turn_to(self, stage: int, weights: Mapping[str, Tensor] | None = None, memory: Memory | None = None) -> Carried:
-        """Turn to a stage by itself, from a given state, or go on with it; return what `learn` carries on.
+    def turn_to(self, task: int, memory: Memory | None) -> Carried:
+        """Turn to the stage of a task by itself, from the model as it is, or go on with it; return what `learn` needs.
 
-        weights: of the network that enters it, by default the initial one. memory: is lent, so that checkpoints leave
-        it out.
+        memory: is lent, so that checkpoints leave it out.
         """
-        self.state, self._lent = JobState(stage=stage), True
-        if weights is not None:
-            self.model.load_state_dict(weights)
+        self.state, self._lent = JobState(stage=task), True
         state = self.folder.restore()
         carried = {} if state is None else self._load(*state)
         self.memory = memory
-        self.sequence.enter(self.model, self.stages[stage].task)
+        self.sequence.enter(self.model, task)
         return carried
 
     def run(self) -> None:
@@ -89,13 +85,13 @@ class JobRun:
             carried = self._load(*state)
             if self.folder.result().done:
                 return
-        while self.state.stage < len(self.stages):
+        while self.state.stage < len(self.line.counts):
             try:
                 finite = self._stage(carried)
             except NotFiniteError:  # weights can be finite still where statistics or curvature no longer are
                 finite = False
             if not finite:
-                self.folder.note("end", diverged=self.stages[self.state.stage].task)
+                self.folder.note("end", diverged=self._task)
                 break
             carried = {}
         else:
@@ -103,41 +99,50 @@ class JobRun:
             self.memory = None
         self._save({}, force=True)
 
+    @property
+    def _task(self) -> int:
+        """The task that is new in the stage that the job is in."""
+        return self.line.counts[self.state.stage] - 1
+
+    def _trained(self, task: int) -> range:
+        """Return the tasks that are trained on in the stage of a task."""
+        return range(0 if self.line.method == JOINT else task, task + 1)
+
     def _stage(self, carried: Carried) -> bool:
         """Go through a stage to its end; return whether its numbers stayed finite."""
-        stage, start = self.stages[self.state.stage], time.monotonic() - self.state.seconds
-        self.sequence.enter(self.model, stage.task)
-        if stage.count > self.sequence.known:
+        task, start = self._task, time.monotonic() - self.state.seconds
+        self.sequence.enter(self.model, task)
+        if task >= self.sequence.known:
             if self.state.epoch == 0:
-                if stage.anew:
+                if self._anew:
                     self.model = self.sequence.network()
-                    self.sequence.enter(self.model, stage.task)
+                    self.sequence.enter(self.model, task)
                 else:
-                    self.state.before = self.sequence.accuracy(self.model, stage.task, "test")
-            if not self.learn(stage, carried):
+                    self.state.before = self.sequence.accuracy(self.model, task, "test")
+            if not self.learn(task, carried):
                 return False
             torch.cuda.empty_cache()  # jobs beside this one need the room
-        if not stage.anew:
-            self.remember(stage)
+        if not self._anew:
+            self.remember(task)
             torch.cuda.empty_cache()
-        self._end_stage(stage, start)
+        self._end_stage(task, start)
         return True
 
-    def learn(self, stage: Stage, carried: Carried) -> bool:
-        """Train on the tasks of a stage and keep the weights that were chosen; return whether there were any.
+    def learn(self, task: int, carried: Carried) -> bool:
+        """Train in the stage of a task and keep the weights that were chosen; return whether there were any.
 
         carried: the momentum, and the balance, of a training that goes on. Early stopping keeps the best epoch also of
         a training that diverged later.
         """
         line, state = self.line, self.state
         start = time.monotonic() - state.seconds
-        examples = self.sequence.train(stage.tasks)
-        with self._stepper(examples, stage) as stepper:
+        examples = self.sequence.train(self._trained(task))
+        with self._stepper(examples, task) as stepper:
             load_momentum(self.model, stepper.optimizer, carried.get("momentum", {}))
             if self._balance is not None and carried.get("balance"):
                 self._balance.load_state_dict(carried["balance"])
             while state.epoch < line.epochs and not state.diverged:
-                self._epoch(stepper, stage)
+                self._epoch(stepper, task)
                 state.seconds = time.monotonic() - start
                 balance = {} if self._balance is None else self._balance.state_dict()
                 self._save({"momentum": momentum_of(self.model, stepper.optimizer), "balance": balance})
@@ -148,14 +153,14 @@ class JobRun:
         return True
 
     @contextlib.contextmanager
-    def _stepper(self, examples: Examples, stage: Stage) -> Iterator[Stepper]:
+    def _stepper(self, examples: Examples, task: int) -> Iterator[Stepper]:
         """Yield the stepper of a stage, with its learner begun or taken up again where there is a past to protect."""
         line = self.line
         options: dict[str, Any] = {"label_smoothing": line.label_smoothing, "autocast": self.autocast}
         if self.memory is None or not line.protected:
             yield Stepper(self.model, examples, make_optimizer(self.model, line.momentum), None, **options)
             return
-        self._balance = self._new_balance(stage)
+        self._balance = self._new_balance(task)
         scale = 1.0
         if line.calibrated:
             assert self.memory.calibration is not None
@@ -172,11 +177,11 @@ class JobRun:
             if self.state.epoch == 0:
                 # Statistics are pooled over all examples, so large batches give the same and are faster. They are of
                 # examples as training draws them: with others the running statistics would leave the anchor at once.
-                examples.redraw(self.seed, stage.task, -1)
+                examples.redraw(self.seed, task, -1)
                 learner.begin(examples.chunks())
             else:
                 learner.load_state_dict({"begun": True, "balance": self._balance and self._balance.state_dict()})
-            first = line.learning_rate(stage.task, 0)
+            first = line.learning_rate(task, 0)
             implicit = self._implicit(learner, first) if line.implicit else None
             if line.steady and self.state.epoch == 0:
                 limit = learner.stable_lr(line.momentum, implicit=implicit)
@@ -195,11 +200,11 @@ class JobRun:
         self.model.load_state_dict(now)
         return implicit
 
-    def _new_balance(self, stage: Stage) -> Balance | None:
+    def _new_balance(self, task: int) -> Balance | None:
         """Return the balance of a stage, with C_t as its floor, where the line has one."""
         if not self.line.balance:
             return None
-        name = self.sequence.tasks[stage.task]
+        name = self.sequence.tasks[task]
         if name not in self.floors:
             raise RunError(
                 f"line '{self.folder.line}' balances its losses and needs C_t of task '{name}', which no job of the "
@@ -207,28 +212,28 @@ class JobRun:
             )
         return Balance(self.floors[name], self.line.balance_every)
 
-    def _batches(self, examples: Examples, stage: Stage) -> Batches:
+    def _batches(self, examples: Examples, task: int) -> Batches:
         """Return the batches that curvature is estimated on: a shuffle of its own."""
         size = min(self.line.batch, len(examples))
-        order = batches(len(examples), size, seed=self.seed, task=stage.task, epoch=-1)
+        order = batches(len(examples), size, seed=self.seed, task=task, epoch=-1)
         return Batches(examples, order[: self.line.batches or None])
 
-    def _epoch(self, stepper: Stepper, stage: Stage) -> None:
+    def _epoch(self, stepper: Stepper, task: int) -> None:
         line, state = self.line, self.state
-        lr = line.learning_rate(0 if stage.anew else stage.task, state.epoch)
+        lr = line.learning_rate(0 if self._anew else task, state.epoch)
         still = state.epoch < line.head_epochs
         rates = lr, 0.0 if still else lr * state.rate
         if 0 < state.epoch == line.head_epochs and line.momentum:
             stepper.rest()
-        stepper.examples.redraw(self.seed, stage.task, state.epoch)
-        keys = {"seed": self.seed, "task": stage.task, "epoch": state.epoch}
-        what = "joint" if stage.kind == JOINT else "batches"
+        stepper.examples.redraw(self.seed, task, state.epoch)
+        keys = {"seed": self.seed, "task": task, "epoch": state.epoch}
+        what = "joint" if line.method == JOINT else "batches"
         order = batches(len(stepper.examples), line.batch, **keys, what=what)
         try:
             loss, penalty = stepper.epoch(order, *rates)
         except NotFiniteError:  # the learner notices it before the epoch ends
             loss = penalty = math.nan
-        found = [self.sequence.accuracy(self.model, task, "validation") for task in stage.tasks]
+        found = [self.sequence.accuracy(self.model, each, "validation") for each in self._trained(task)]
         validation = sum(found) / len(found)
         weights = float(sum(tensor.double().sum() for tensor in self.model.state_dict().values()))
         finite = all(map(math.isfinite, (loss, penalty, weights)))
@@ -241,7 +246,7 @@ class JobRun:
             self._best = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.folder.note(
             "epoch",
-            task=stage.task,
+            task=task,
             epoch=state.epoch,
             lr=rates[0] if still else rates[1],
             loss=loss if finite else None,
@@ -264,19 +269,19 @@ class JobRun:
             else:
                 self._best[name].lerp_(tensor, 1 / count)
 
-    def remember(self, stage: Stage) -> None:
-        """Make or extend the memory with the task of a stage; the last task's is of no use."""
-        if stage.count == self.line.tasks or not self.line.protected:
+    def remember(self, task: int) -> None:
+        """Make or extend the memory with a task; the last task's is of no use."""
+        if task + 1 == self.line.tasks or not self.line.protected:
             return
-        loader = self._batches(self.sequence.fixed(stage.task, self.line.consolidate), stage)
-        seed = stream("labels", self.seed, stage.task).initial_seed()
+        loader = self._batches(self.sequence.fixed(task, self.line.consolidate), task)
+        seed = stream("labels", self.seed, task).initial_seed()
         graph = self.sequence.device.type == "cuda"
         if self.memory is None:
             self.memory = consolidate(
                 self.model, loader, self.method, exclude=self.sequence.exclude, seed=seed, graph=graph
             )
             if self.line.calibrated:
-                held_out = self._batches(self.sequence.fixed(stage.task, "validation"), stage)
+                held_out = self._batches(self.sequence.fixed(task, "validation"), task)
                 self.memory = calibrate(self.model, self.memory, held_out, seed=seed)
         else:
             learner = Learner(self.model, self.memory)
@@ -285,16 +290,16 @@ class JobRun:
             self.memory = learner.finish(loader, keep=self.line.keep, seed=seed, graph=graph)
         self._memory_file = None
 
-    def _end_stage(self, stage: Stage, start: float) -> None:
-        """Measure what is known after a stage, and turn to the next."""
-        if not stage.anew:
-            self.sequence.meet(self.model, stage.task)
-        last = stage.count == self.line.tasks and not stage.anew
-        inference = self.sequence.inference(self.model) if last else []
+    def _end_stage(self, task: int, start: float) -> None:
+        """Measure what is known after the stage of a task, and turn to the next."""
+        inference = []
+        if not self._anew:
+            self.sequence.meet(self.model, task)
+            inference = self.sequence.inference(self.model) if task + 1 == self.line.tasks else []
         self.folder.note(
             "task",
-            task=stage.task,
-            accuracy=self.measure(stage),
+            task=task,
+            accuracy=self.measure(task),
             **({"inference": inference} if inference else {}),
             before=self.state.before,
             kept=self.state.kept,
@@ -304,11 +309,11 @@ class JobRun:
         self.state = JobState(stage=self.state.stage + 1, singles=self.state.singles)
         self._save({})
 
-    def measure(self, stage: Stage) -> list[float]:
-        """Return the accuracies on the tasks known after a stage; of networks of their own each counts for its task."""
-        if stage.kind != SINGLE:
-            return [self.sequence.accuracy(self.model, task, "test") for task in range(stage.count)]
-        self.state.singles = [*self.state.singles, self.sequence.accuracy(self.model, stage.task, "test")]
+    def measure(self, task: int) -> list[float]:
+        """Return the accuracies on the tasks up to one; of networks of their own each counts for its task."""
+        if self.line.method != SINGLE:
+            return [self.sequence.accuracy(self.model, each, "test") for each in range(task + 1)]
+        self.state.singles = [*self.state.singles, self.sequence.accuracy(self.model, task, "test")]
         return self.state.singles
 
     def _save(self, carried: Carried, *, force: bool = False) -> None:

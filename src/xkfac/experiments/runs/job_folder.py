@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,15 +13,35 @@ from torch import Tensor
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError, XkfacError
-from xkfac.experiments.files import LARGEST_RECORD, read_json, read_regular, reason, replace_file
+from xkfac.experiments.files import LARGEST_RECORD, locked, read_json, read_regular, reason, replace_file
 from xkfac.experiments.recipes.recipe import Plan
-from xkfac.experiments.records import MemoryName
+from xkfac.experiments.records import MemoryName, Percent, Whole
 from xkfac.experiments.runs.events import Event, EventsError, job_result, parse_events
 from xkfac.experiments.runs.results import JobResult
-from xkfac.experiments.runs.stages import JobState
-from xkfac.plain_values import Record, from_plain, record_of
+from xkfac.plain_values import Amount, Record, from_plain, record_of
 
 CHECKPOINT = "xkfac-checkpoint"
+
+
+@dataclass
+class JobState:
+    """Where a job is: everything that a checkpoint holds beside tensors and memory.
+
+    rate: what learning rates of protected parameters are multiplied by. singles: for networks of their own, the
+    accuracy of each so far.
+    """
+
+    stage: int = 0
+    epoch: int = 0
+    best: float = -1.0
+    kept: Whole = -1
+    before: Percent | None = None
+    seconds: Amount = 0.0
+    diverged: bool = False
+    rate: Amount = 1.0
+    singles: list[Percent] = field(default_factory=list)
+
+
 STATE = Record(
     {"events": int}, {"events_sha256": str, "memory": MemoryName | None, **record_of(JobState).free}, more=True
 )
@@ -113,10 +133,10 @@ class JobFolder:
         for _, path in reversed(self._checkpoints()):
             try:
                 state, tensors = storage.read(path, CHECKPOINT)
-                _check_state(path, state)
+                from_plain(STATE, state, f"the damaged '{path}'")
                 if state.get("memory") is not None:
                     storage.read(self.path / state["memory"])
-            except MemoryFileError as error:
+            except ValueError as error:  # a MemoryFileError is one
                 damaged.append((path, str(error)))
                 continue
             with writing(self.path):
@@ -167,13 +187,6 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _check_state(path: Path, state: Any) -> None:
-    try:
-        from_plain(STATE, state, "it")
-    except ValueError as error:
-        raise MemoryFileError(f"'{path}' is damaged: {error}") from None
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a text file, replacing what is there only once all is on disk."""
     with writing(path):
@@ -204,6 +217,15 @@ def _numbered(folder: Path, name: str) -> list[tuple[int, Path]]:
     """Return the files NAME-NUMBER.safetensors of a folder with their numbers, the latest last."""
     found = [(path.stem.rpartition("-")[2], path) for path in folder.glob(f"{name}-*.safetensors")]
     return sorted((int(number), path) for number, path in found if number.isdecimal())
+
+
+@contextlib.contextmanager
+def held(path: Path, *, shared: bool = False, wait: float = 0.0) -> Iterator[int | None]:
+    """Lock a file as `locked` does; raises NotWritten where it cannot be made."""
+    with contextlib.ExitStack() as holding:
+        with writing(path):
+            handle = holding.enter_context(locked(path, shared=shared, wait=wait))
+        yield handle
 
 
 @contextlib.contextmanager

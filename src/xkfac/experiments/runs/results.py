@@ -150,17 +150,12 @@ def pooled(runs: Sequence[RunResults]) -> list[RunResults]:
 
 
 def _poolable(a: RunResults, b: RunResults) -> bool:
-    return _world(a) == _world(b) and all(
+    worlds = [(r.recipe.name, *r.recipe.world, r.recipe.tasks, "tuning" in r.provenance) for r in (a, b)]
+    return worlds[0] == worlds[1] and all(
         a.recipe.lines[name] == b.recipe.lines[name]
         and {job.seed for job in a.lines[name].jobs}.isdisjoint(job.seed for job in b.lines[name].jobs)
         for name in a.lines.keys() & b.lines.keys()
     )
-
-
-def _world(run: RunResults) -> tuple[Any, ...]:
-    """Return what runs have in common whose repeats are of one experiment."""
-    recipe = run.recipe
-    return recipe.name, recipe.data, recipe.images, recipe.tasks, "tuning" in run.provenance
 
 
 def _as_one(runs: Sequence[RunResults]) -> RunResults:

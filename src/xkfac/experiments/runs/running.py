@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from xkfac.experiments.data.digits import DataError
-from xkfac.experiments.files import at_home, check_path
+from xkfac.experiments.files import check_path, data_folder
 from xkfac.experiments.provenance import device_of, provenance
 from xkfac.experiments.recipes.parsing import load_recipe, parse_recipe
 from xkfac.experiments.recipes.recipe import SINGLE, Recipe
@@ -77,8 +77,7 @@ def checked(
 
     verbose: say on standard error how far images are decoded, which is done once.
     """
-    place, where = device_of(device, RunError), data or os.environ.get("XKFAC_DATA")
-    folder = None if where is None else at_home(where)
+    place, folder = device_of(device, RunError), data_folder(data)
     parse_recipe(recipe.to_toml(), recipe.name)  # one that was made in Python has not been checked
     loaded = load_run_data(
         recipe,
@@ -119,7 +118,9 @@ def resume(folder: str | Path, *, jobs: int | None = None, show: Show | None = N
     """Go on with a run that was interrupted and return its results; the numbers are those of an unbroken run."""
     run = RunFolder.open(Path(folder))
     if "tuning" in run.facts:
-        raise RunError(f"'{folder}' is a tuning; go on with it by 'xkfac resume', or by xkfac.experiments.tuning.go_on")
+        raise RunError(
+            f"'{folder}' is a tuning; go on with it by 'xkfac resume', or by xkfac.experiments.tuning.tuning.go_on"
+        )
     return _work(run, jobs, show)
 
 
@@ -200,16 +201,13 @@ def _work(run: RunFolder, jobs: int | None, show: Show | None) -> RunResults:
         waiting = [job for job in run.jobs() if not job.result().done]
         failures: list[tuple[dict[str, Any], str]] = []
 
-        def employ() -> Worker:
-            return Worker.start(lock, run.recipe.threads)
-
         def shown(messages: list[dict[str, Any]]) -> None:
             if show is not None:
                 show(run, [run.job(message["line"], message["seed"]) for message in messages])
 
         for group in _in_turn(run, waiting):
             messages = [{"run": str(run.path), "line": job.line, "seed": job.seed} for job in group]
-            failures += hand_out(messages, min(most, len(group)), employ, shown)
+            failures += hand_out(messages, min(most, len(group)), lambda: Worker.start(lock, run.recipe.threads), shown)
         try:
             run.collect()
         except NotWritten:
@@ -228,7 +226,7 @@ def most_processes(run: RunFolder, jobs: int | None) -> int:
     """Return how many processes may work on a run side by side, by default one for each core."""
     if jobs is not None and jobs < 1:
         raise RunError(f"jobs must be at least 1, not {jobs}")
-    if torch.device(run.facts["place"]).type == "cuda" and not torch.cuda.is_available():
+    if run.place.type == "cuda" and not torch.cuda.is_available():
         raise RunError(f"the run '{run.path}' was started on a GPU and there is none here; start it anew on the CPU")
     return jobs or max(1, (os.cpu_count() or 1) // run.recipe.threads)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xkfac.experiments.runs.training import Batch
+from xkfac.experiments.data.digits import Batch
 from xkfac.routing.router import By, Router
 
 Loader = Callable[[int], Iterable[Batch]]
@@ -24,9 +24,10 @@ def meet(router: Router, tasks: Sequence[str], train: Loader) -> None:
 def _some(batches: Iterable[Batch]) -> Iterable[Batch]:
     left = IMAGES
     for x, y in batches:
-        if left > 0:
-            yield x[:left], y[:left]
+        yield x[:left], y[:left]
         left -= len(x)
+        if left <= 0:  # what comes after is not read
+            return
 
 
 @torch.no_grad()

@@ -1,22 +1,27 @@
-"""What a job learns: tasks in their order, the network that meets them, and the examples of each."""
+"""What a job learns, made of loaded data: tasks in their order, the network that meets them, examples of each."""
+
+from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from xkfac.experiments.data.augmentation import Augmentation
-from xkfac.experiments.data.digits import Part, Parts, permutation, stream
-from xkfac.experiments.networks.backbones import ManyHeaded
+from xkfac.experiments.data.augmentation import Augmentation, ImageExamples
+from xkfac.experiments.data.digits import Batch, DataError, Part, Parts, PermutedExamples, permutation
+from xkfac.experiments.data.trees import in_data_folder
+from xkfac.experiments.networks.backbones import ManyHeaded, make_backbone
 from xkfac.experiments.networks.perceptron import perceptron
-from xkfac.experiments.recipes.recipe import Line
+from xkfac.experiments.networks.weights import is_download, load_source
+from xkfac.experiments.recipes.recipe import Images, Line, Recipe
 from xkfac.experiments.runs.job_folder import RunError
 from xkfac.experiments.runs.task_inference import measure, measure_heads, meet
-from xkfac.experiments.runs.training import Batch, Examples, PermutedExamples, accuracy, permuted_examples
+from xkfac.experiments.runs.training import accuracy
 from xkfac.routing.router import By, Router
 from xkfac.task_layers import enter_task, give_task_layers, give_task_norms, using_task
 
@@ -117,12 +122,12 @@ class PermutedTasks(_Tasks):
     def train(self, tasks: range) -> PermutedExamples:
         """Return the training examples under the permutations of some tasks."""
         self._check(tasks)
-        return permuted_examples(self.parts.train, [self._permutations[task] for task in tasks])
+        return PermutedExamples(self.parts.train, [self._permutations[task] for task in tasks])
 
     def fixed(self, task: int, part: Literal["train", "validation"]) -> PermutedExamples:
         """Return a part under the permutation of a task."""
         self._check((task,))
-        return permuted_examples(getattr(self.parts, part), [self._permutations[task]])
+        return PermutedExamples(getattr(self.parts, part), [self._permutations[task]])
 
     def accuracy(self, model: nn.Module, task: int, part: Literal["validation", "test"]) -> float:
         """Return the percentage of a part under the permutation of a task that the network gets right."""
@@ -135,64 +140,24 @@ class PermutedTasks(_Tasks):
             return accuracy(model, self._batches(chosen, task))
 
 
-@dataclass(eq=False)
-class ImageExamples(Examples):
-    """Images that are augmented by draws which `redraw` makes for each of them, or not at all."""
-
-    images: Part
-    augmentation: Augmentation
-    augmented: bool
-
-    def __post_init__(self) -> None:
-        self.device = self.images.x.device
-        self._draws = torch.zeros(len(self.images) if self.augmented else 0, 5, device=self.device)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def redraw(self, *key: int) -> None:
-        """Draw the crop and the side of each image anew, in place, so that a captured graph finds them."""
-        if self.augmented:
-            self._draws.copy_(self.augmentation.draw((len(self),), stream("augmentation", *key)))
-
-    def take(self, index: Tensor) -> Batch:
-        """Return the images `index` [N] as inputs [N, 3, pixels, pixels] and labels [N]."""
-        x, y = self.images.x.index_select(0, index), self.images.y.index_select(0, index)
-        if self.augmented:
-            return self.augmentation.augmented(x, self._draws.index_select(0, index)), y
-        return self.augmentation.plain(x), y
-
-    def chunks(self) -> Iterable[Batch]:
-        """Yield all of them in their order."""
-        for index in torch.split(torch.arange(len(self), device=self.device), 256):
-            yield self.take(index)
-
-
 @dataclass
 class ImageTasks(_Tasks):
-    """Tasks of images for a network with one head per task; it knows the first of them.
-
-    order: their names. source: the network as it knows the first task; jobs learn with copies of it.
-    parts: by task, of those that are needed.
-    infer_tasks: infer the task of test images also where tasks have their own heads alone, and from all features.
-    """
+    """Tasks of images for a network with one head per task; it knows the first of them, the source."""
 
     line: Line
-    order: Sequence[str]
-    source: ManyHeaded
-    parts: dict[str, Parts]
-    augmentations: dict[str, Augmentation]
-    device: torch.device
-    infer_tasks: bool = False
+    seed: int
+    data: ImageData
 
     def __post_init__(self) -> None:
-        self.tasks, self.known, self.exclude = self.order, 1, ("heads.*",)
+        self.tasks, self.known, self.exclude = self.data.recipe.order(self.seed), 1, ("heads.*",)
+        self.device = self.data.place
         self._own_bn = self.line.resolved_method().own_bn
+        self._infer_tasks = self.data.images.infer_tasks
         self._last: Router | None = None
 
     def network(self) -> ManyHeaded:
         """Return a copy of the source network."""
-        network = copy.deepcopy(self.source).to(self.device)
+        network = copy.deepcopy(self.data.source(self.seed)).to(self.device)
         network.give_layers(self.line.own, norms=self._own_bn)
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return network
@@ -205,7 +170,9 @@ class ImageTasks(_Tasks):
     def _examples(self, task: int, part: str, *, augmented: bool = False) -> ImageExamples:
         self._check((task,), part)
         name = self.tasks[task]
-        return ImageExamples(getattr(self.parts[name], part), self.augmentations[name], augmented)
+        options = self.data.recipe.tasks[name]
+        augmentation = Augmentation(self.data.images.pixels, options.scale, flip=options.flip)
+        return ImageExamples(getattr(self.data.parts[name], part), augmentation, augmented)
 
     def train(self, tasks: range) -> ImageExamples:
         """Return the training images of one task, augmented."""
@@ -227,16 +194,16 @@ class ImageTasks(_Tasks):
 
     def meet(self, model: nn.Module, task: int) -> None:
         """Keep the statistics of a task under the network as it is now. They are in no checkpoint."""
-        if self.infer_tasks:
+        if self._infer_tasks:
             self._last = self._last or Router(model, "last", using=ManyHeaded.using)
             self._last.add_task(self.tasks[task], self._train(task))
 
     def inference(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return how well tasks are inferred from features of the source network, where they have their own layers."""
         tests = [self._examples(task, "test") for task in range(len(self.tasks))]
-        if not (self._own_bn or self.line.own or self.infer_tasks) or not all(map(len, tests)):
+        if not (self._own_bn or self.line.own or self._infer_tasks) or not all(map(len, tests)):
             return []
-        kinds: tuple[By, ...] = ("source", "early") if self.infer_tasks else ("source",)
+        kinds: tuple[By, ...] = ("source", "early") if self._infer_tasks else ("source",)
         routers = {by: Router(self.network(), by, using=ManyHeaded.using) for by in kinds}
         for router in routers.values():
             meet(router, self.tasks, self._train)
@@ -246,3 +213,65 @@ class ImageTasks(_Tasks):
 
 
 TaskSequence = PermutedTasks | ImageTasks
+
+
+@dataclass
+class PermutedData:
+    """One data set, of which every task is a permutation."""
+
+    parts: Parts
+    classes: Mapping[str, int] = field(default_factory=dict)
+
+    def sequence(self, line: Line, seed: int) -> PermutedTasks:
+        """Return the permutations and the perceptron of a job."""
+        if line.batch > len(self.parts.train):
+            raise DataError(f"batch is {line.batch}, but there are {len(self.parts.train)} training examples; lower it")
+        return PermutedTasks(line, seed, self.parts)
+
+
+@dataclass
+class ImageData:
+    """The images of each task, and the network of the source. classes: how many each task has."""
+
+    recipe: Recipe
+    images: Images
+    folder: Path | None
+    place: torch.device
+    parts: dict[str, Parts]
+    classes: Mapping[str, int]
+    _networks: dict[int, ManyHeaded] = field(default_factory=dict, init=False)
+
+    def source(self, seed: int) -> ManyHeaded:
+        """Return the source network of a seed, which is made and read once; jobs work on copies."""
+        if seed not in self._networks:
+            weights = self.images.weights
+            network = make_backbone(self.images.model, self.classes, stem=self.images.stem, seed=seed)
+            file = weights if is_download(weights) else in_data_folder(weights, self.folder, "weights")
+            load_source(network, file, next(iter(self.recipe.tasks)))
+            self._networks[seed] = network
+        return self._networks[seed]
+
+    def sequence(self, line: Line, seed: int) -> ImageTasks:
+        """Return the tasks of a job in the order of its repeat."""
+        for name, parts in self.parts.items():
+            if 0 < len(parts.train) < line.batch:
+                raise DataError(
+                    f"batch is {line.batch}, and task '{name}' has {len(parts.train)} training images; lower it"
+                )
+            _check_held_out(line, name, len(parts.validation), calibrated=name == next(iter(self.recipe.tasks)))
+        return ImageTasks(line, seed, self)
+
+
+def _check_held_out(line: Line, task: str, count: int, *, calibrated: bool) -> None:
+    """Check that a part of `count` images is enough for what a line does with it; a part not loaded has none."""
+    if line.consolidate == "validation" and count == 1:
+        raise DataError(f"the curvature of task '{task}' cannot be estimated on one validation image; set more aside")
+    batches = count // min(line.batch, count) if count else 0
+    if calibrated and line.calibrated and min(batches, line.batches or batches) == 1:
+        raise DataError(
+            f"a calibration needs two batches of validation images and task '{task}' gives one, of {count}; choose a "
+            "smaller batch, or set more images aside or more batches"
+        )
+
+
+RunData = PermutedData | ImageData

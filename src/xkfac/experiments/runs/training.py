@@ -7,66 +7,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xkfac.experiments.data.digits import Part
+from xkfac.experiments.data.augmentation import ImageExamples
+from xkfac.experiments.data.digits import Batch, PermutedExamples
 from xkfac.learning.learner import Learner
 from xkfac.model.cuda_graphs import captured
 from xkfac.penalty.implicit import Implicit
 
-Batch = tuple[Tensor, Tensor]
+Examples = PermutedExamples | ImageExamples
 
 
-class Examples:
-    """What a stage trains on. device: where they are."""
+@dataclass
+class Batches:
+    """Batches of examples in an order [batches, N], made when they are asked for."""
 
-    device: torch.device
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def take(self, index: Tensor) -> Batch:
-        """Return the examples `index` [N] as inputs and labels [N]."""
-        raise NotImplementedError
-
-    def redraw(self, *key: int) -> None:
-        """Draw anew what is random about the examples, if anything is, fixed by `key`: seed, task, epoch."""
-
-    def chunks(self) -> Iterable[Batch]:
-        """Return all of them, as they were drawn last, in large batches that statistics are taken of."""
-        raise NotImplementedError
-
-
-@dataclass(eq=False)
-class PermutedExamples(Examples):
-    """A part under one permutation, or under several at once, [n] or [tasks * n] examples."""
-
-    part: Part
-    permutations: Tensor
-
-    def __post_init__(self) -> None:
-        self.device = self.part.x.device
+    examples: Examples
+    order: Tensor
 
     def __len__(self) -> int:
-        return len(self.part) * len(self.permutations)
+        return len(self.order)
 
-    def chunks(self) -> Iterable[Batch]:
-        """Return all examples under a single permutation in large batches."""
-        return list(zip(*(torch.split(t, 8192) for t in (self.part.x, self.part.y)), strict=True))
-
-    def take(self, index: Tensor) -> Batch:
-        """Return the examples `index` [N] as inputs [N, features] and labels [N]."""
-        if len(self.permutations) == 1:
-            return self.part.x.index_select(0, index), self.part.y.index_select(0, index)
-        task, example = index // len(self.part), index % len(self.part)
-        x = self.part.x.index_select(0, example)
-        return x.gather(1, self.permutations.index_select(0, task)), self.part.y.index_select(0, example)
-
-
-def permuted_examples(part: Part, permutations: list[Tensor]) -> PermutedExamples:
-    """Return a part under permutations [features] each; a single one is applied once and for all."""
-    if len(permutations) == 1:
-        one = permutations[0].to(part.x.device)
-        return PermutedExamples(Part(part.x.index_select(1, one), part.y), one[None])
-    return PermutedExamples(part, torch.stack(permutations).to(part.x.device))
+    def __iter__(self) -> Iterator[Batch]:
+        for index in self.order.to(self.examples.device):
+            yield self.examples.take(index)
 
 
 def make_optimizer(model: nn.Module, momentum: float, protected: Iterable[Tensor] = ()) -> torch.optim.SGD:

@@ -25,20 +25,21 @@ from xkfac.experiments.recipes.recipe import SINGLE
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
 from xkfac.experiments.runs.job_folder import RunError
-from xkfac.experiments.runs.run_data import ImageData, PermutedData, load_run_data
+from xkfac.experiments.runs.run_data import load_run_data
+from xkfac.experiments.runs.tasks import RunData
 
 Work = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
     """Serve jobs until the input ends."""
-    loaded: list[PermutedData | ImageData] = []
+    loaded: list[RunData] = []
 
     def work(job: dict[str, Any]) -> None:
         run = RunFolder.open(Path(job["run"]))
         if not loaded:
             set_precision(run)
-            loaded.append(load_run_data(run.recipe, run.facts["data"], torch.device(run.facts["place"])))
+            loaded.append(load_run_data(run.recipe, run.facts["data"], run.place))
         run_job(run, job["line"], job["seed"], loaded[0], checkpoint_seconds())
 
     serve(work)
@@ -75,12 +76,12 @@ def checkpoint_seconds() -> float:
 def set_precision(run: RunFolder) -> None:
     """Set threads and the precision of products as a run's recipe asks for."""
     torch.set_num_threads(run.recipe.threads)
-    precision = run.recipe.precision if torch.device(run.facts["place"]).type == "cuda" else "float32"
+    precision = run.recipe.precision if run.place.type == "cuda" else "float32"
     torch.set_float32_matmul_precision({"float32": "highest", "tf32": "high", "bfloat16": "medium"}[precision])
     torch.backends.cudnn.allow_tf32 = precision != "float32"
 
 
-def run_job(run: RunFolder, name: str, seed: int, data: PermutedData | ImageData, checkpoint_seconds: float) -> None:
+def run_job(run: RunFolder, name: str, seed: int, data: RunData, checkpoint_seconds: float) -> None:
     """Run a job of a run, or go on with it, to its end."""
     line = run.recipe.lines[name]
     JobRun(
@@ -110,8 +111,7 @@ def _floors(run: RunFolder, name: str, seed: int) -> dict[str, float]:
 
 def autocast_of(run: RunFolder) -> torch.dtype | None:
     """Return the dtype that the networks of a run compute in, None for that of their weights, as always on the CPU."""
-    on_gpu = torch.device(run.facts["place"]).type == "cuda"
-    return torch.bfloat16 if on_gpu and run.recipe.precision == "bfloat16" else None
+    return torch.bfloat16 if run.place.type == "cuda" and run.recipe.precision == "bfloat16" else None
 
 
 def _listen(jobs: queue.Queue[dict[str, Any]]) -> None:

@@ -19,14 +19,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Self, TypedDict
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from xkfac import files as storage
 from xkfac.errors import MemoryFileError
 from xkfac.experiments.recipes.recipe import SINGLE, Line
-from xkfac.experiments.records import Percent, Whole
+from xkfac.experiments.records import Percent, Trial
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import JobFolder, RunError, read_record, write_record, write_text, writing
 from xkfac.plain_values import Amount, Range
@@ -35,45 +35,21 @@ WEIGHTS = "xkfac-weights"
 CHOICE_COLUMNS = ("line", "seed", "task", "lr", "damping", "validation", "runner-up", "why")
 
 
-@dataclass(frozen=True)
-class GridPoint:
-    """One setting of a grid: a learning rate, and a damping where the line has a penalty."""
-
-    lr: float
-    damping: float | None
-
-    def of(self, line: Line) -> Line:
-        """Return a line with this setting in place of its own."""
-        return replace(line, lr=self.lr, target_lr=None, damping=line.damping if self.damping is None else self.damping)
-
-    def __str__(self) -> str:
-        return f"lr {self.lr:g}" + ("" if self.damping is None else f", damping {self.damping:g}")
+def with_setting(line: Line, trial: Trial) -> Line:
+    """Return a line with the setting of a trial in place of its own."""
+    return replace(line, lr=trial.lr, target_lr=None, damping=line.damping if trial.damping is None else trial.damping)
 
 
-def grid_of(line: Line) -> list[GridPoint]:
-    """Return the points that a line chooses from on a target, each once, in the order of the recipe."""
+def grid_of(line: Line) -> list[Trial]:
+    """Return the trials that a line chooses from on a target, each setting once, in the order of the recipe."""
     lr = line.lr if line.target_lr is None or line.method == SINGLE else line.target_lr
     rates = dict.fromkeys(line.grid.get("lr", (lr,)))
     dampings = dict.fromkeys(line.grid.get("damping", (line.damping,))) if line.penalised else (None,)
-    return [GridPoint(lr, damping) for lr, damping in itertools.product(rates, dampings)]
+    settings = itertools.product(rates, dampings)
+    return [Trial(number, lr, damping, None) for number, (lr, damping) in enumerate(settings)]
 
 
-@dataclass(frozen=True)
-class TrialResult:
-    """What a trial reached: the accuracy of the weights that it kept on the validation part of its task.
-
-    validation: None for a trial that diverged. kept: the epoch whose weights were kept. seconds: its training.
-    """
-
-    number: int
-    lr: Amount
-    damping: Amount | None
-    validation: Percent | None
-    kept: Whole = -1
-    seconds: Amount = 0.0
-
-
-def ranked(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
+def ranked(outcomes: Sequence[Trial]) -> list[Trial]:
     """Return trials that did not diverge, the best first; of equals first a smaller lr, then a larger damping."""
     finite = [each for each in outcomes if each.validation is not None]
     return sorted(finite, key=lambda each: (-(each.validation or 0.0), each.lr, -(each.damping or 0.0), each.number))
@@ -88,8 +64,8 @@ class Choice:
     """
 
     task: str
-    chosen: TrialResult | None
-    runner_up: TrialResult | None = None
+    chosen: Trial | None
+    runner_up: Trial | None = None
     trials: int = 0
     lost: int = 0
     diverged: bool = False
@@ -110,30 +86,42 @@ class Choice:
         return f"as good as the next of {self.trials}, with the {tie}{lost}"
 
 
-def choice_record(job: JobFolder, choice: Choice) -> dict[str, Any]:
-    """Return what was chosen for a task of a job, as `choices.json` has it."""
-    best, second = choice.chosen, choice.runner_up
-    return {
-        **{"line": job.line, "seed": job.seed, "task": choice.task},
-        **{key: None if best is None else getattr(best, key) for key in ("lr", "damping", "validation")},
-        "runner_up": None if second is None else asdict(second),
-        "trials": choice.trials,
-        "diverged": choice.lost,
-        "why": choice.why,
-    }
+@dataclass(frozen=True)
+class ChoiceEntry:
+    """What was chosen on a task of a job, as `choices.json` has it.
 
+    runner_up: the next best of so many `trials`, some of which `diverged`.
+    """
 
-def choice_cells(record: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a choice, as `choices.json` has it, under `CHOICE_COLUMNS`."""
+    line: str
+    seed: int
+    task: str
+    lr: Amount | None
+    damping: Amount | None
+    validation: Percent | None
+    runner_up: Trial | None
+    trials: int
+    diverged: int
+    why: str
 
-    def written(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
+    @classmethod
+    def of(cls, job: JobFolder, choice: Choice) -> Self:
+        """Return the entry of a choice."""
+        best = choice.chosen
+        lr, damping, found = (None, None, None) if best is None else (best.lr, best.damping, best.validation)
+        more = choice.runner_up, choice.trials, choice.lost, choice.why
+        return cls(job.line, job.seed, choice.task, lr, damping, found, *more)
 
-    second = record["runner_up"]
-    if second is not None:
-        second = f"{written(second['validation'], '.2f')} ({GridPoint(second['lr'], second['damping'])})"
-    values = [written(record[key], form) for key, form in (("lr", "g"), ("damping", "g"), ("validation", ".2f"))]
-    return [record["line"], str(record["seed"]), record["task"], *values, second or "-", record["why"]]
+    def cells(self) -> list[str]:
+        """Return its cells under `CHOICE_COLUMNS`."""
+
+        def written(value: float | None, form: str = "g") -> str:
+            return "-" if value is None else format(value, form)
+
+        second, validation = self.runner_up, written(self.validation, ".2f")
+        beside = f"{written(second.validation, '.2f')} ({second.setting})" if second else "-"
+        setting = (written(self.lr), written(self.damping), validation)
+        return [self.line, str(self.seed), self.task, *setting, beside, self.why]
 
 
 @dataclass(frozen=True)
@@ -183,11 +171,11 @@ class TrialFolder(JobFolder):
         """Where the network is that it left."""
         return self.path / "weights.safetensors"
 
-    def outcome(self) -> TrialResult | None:
+    def outcome(self) -> Trial | None:
         """Return what it reached, None if it has not ended."""
-        return read_record(self.path / "outcome.json", TrialResult)
+        return read_record(self.path / "outcome.json", Trial)
 
-    def end(self, outcome: TrialResult, weights: Mapping[str, Tensor] | None) -> None:
+    def end(self, outcome: Trial, weights: Mapping[str, Tensor] | None) -> None:
         """Write what it reached, and remove the states that it went on from."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -201,13 +189,13 @@ class TrialFolder(JobFolder):
         """Remove what a trial that has ended went on from."""
         remove(*self.path.glob("checkpoint-*"), *self.path.glob(".xkfac-*.part"))
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights that it left."""
+    def load(self, model: nn.Module) -> None:
+        """Give a network the weights that it left."""
         try:
             _, tensors = storage.read(self.weights_file, WEIGHTS)
         except MemoryFileError as error:
             raise RunError(f"{error} — or remove the folder '{self.path}' to try this point again") from None
-        return tensors
+        model.load_state_dict(tensors)
 
 
 @dataclass(frozen=True)
@@ -222,6 +210,11 @@ class StageFolder:
         """Return the folder of a trial."""
         return TrialFolder(self.path / "trials" / str(number), self.line, self.seed)
 
+    def outcomes(self, grid: Sequence[Trial]) -> list[Trial]:
+        """Return those trials of a grid that have ended, with what they reached."""
+        found = (self.trial(trial.number).outcome() for trial in grid)
+        return [trial for trial in found if trial is not None]
+
     @property
     def memory(self) -> Path:
         """Where the memory is that the next task is learnt with."""
@@ -235,10 +228,11 @@ class StageFolder:
         """Return what was measured of the chosen trial and of the others, None if that is still to be done."""
         return read_record(self.path / "measured.json", Measured)
 
-    def weights(self) -> dict[str, Tensor] | None:
-        """Return the weights of the chosen trial, None for those of the initial network."""
+    def load(self, model: nn.Module) -> None:
+        """Give a network the weights of the chosen trial; where the source was given, it keeps those it has."""
         choice = self.choice()
-        return None if choice is None or choice.chosen is None else self.trial(choice.chosen.number).weights()
+        if choice is not None and choice.chosen is not None:
+            self.trial(choice.chosen.number).load(model)
 
 
 @dataclass(frozen=True)
@@ -258,19 +252,16 @@ class TunedJob:
         """What it is called in messages and studies."""
         return f"{self.folder.line}/{self.folder.seed}"
 
-    @property
-    def lock(self) -> Path:
-        """The file that is locked while work of the job is handed out."""
-        return self.folder.path / "lock"
-
     def stage(self, task: int) -> StageFolder:
         """Return the folder of a stage."""
         return StageFolder(self.folder.path / "stages" / str(task), self.folder.line, self.folder.seed)
 
     def choices(self) -> list[Choice]:
         """Return what was chosen so far, task by task."""
-        choices = (self.stage(task).choice() for task in range(self.line.tasks))
-        return list(itertools.takewhile(lambda choice: choice is not None, choices))  # type: ignore[arg-type]
+        found: list[Choice] = []
+        while len(found) < self.line.tasks and (choice := self.stage(len(found)).choice()) is not None:
+            found.append(choice)
+        return found
 
     def chosen(self) -> bool:
         """Whether nothing is left to choose."""

@@ -9,36 +9,34 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from xkfac.errors import MemoryFileError, NotFiniteError, XkfacError
-from xkfac.experiments.files import locked
+from xkfac.experiments.data.images import PartName
 from xkfac.experiments.recipes.recipe import SINGLE, Line
+from xkfac.experiments.records import Trial
 from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job import CHECKPOINT_SECONDS, JobRun
-from xkfac.experiments.runs.job_folder import JobFolder, RunError, write_record, writing
-from xkfac.experiments.runs.run_data import ImageData, PartName, PermutedData, load_run_data
-from xkfac.experiments.runs.tasks import TaskSequence
+from xkfac.experiments.runs.job_folder import JobFolder, RunError, held, write_record, writing
+from xkfac.experiments.runs.run_data import load_run_data
+from xkfac.experiments.runs.tasks import RunData, TaskSequence
 from xkfac.experiments.runs.worker import autocast_of, checkpoint_seconds, serve, set_precision
 from xkfac.experiments.tuning.trials import (
     Choice,
-    GridPoint,
     Measured,
     Scattered,
     StageFolder,
-    TrialFolder,
-    TrialResult,
     TunedJob,
     grid_of,
     ranked,
     remove,
     tuned_jobs,
+    with_setting,
 )
 from xkfac.memory import Memory
 
@@ -48,17 +46,13 @@ PAUSE = 0.2  # seconds between looks at what others still work on
 _KEPT = 2  # memories, and sequences of tasks, that a process keeps at hand
 
 
-def phase_data(run: RunFolder, phase: Phase) -> PermutedData | ImageData:
+def phase_data(run: RunFolder, phase: Phase) -> RunData:
     """Load what a phase may read: training data of the source, or of the targets, or test parts."""
-    recipe = run.recipe
-    tasks: list[str] | None = None
-    parts: tuple[PartName, ...] = ("train", "validation")
-    if phase == "measure":
-        parts = ("test",) if recipe.images is None or recipe.images.measure == "test" else ("validation",)
-    else:
-        tasks = list(recipe.tasks)[:1] if phase == "prepare" else list(recipe.tasks)[1:]
-    place = torch.device(run.facts["place"])
-    return load_run_data(recipe, run.facts["data"], place, classes=run.facts.get("classes"), tasks=tasks, parts=parts)
+    recipe, names = run.recipe, list(run.recipe.tasks)
+    tasks = {"prepare": names[:1], "choose": names[1:], "measure": names}[phase]
+    parts: tuple[PartName, ...] = (recipe.world[1].measure,) if phase == "measure" else ("train", "validation")
+    classes = run.facts.get("classes")
+    return load_run_data(recipe, run.facts["data"], run.place, classes=classes, tasks=tasks, parts=parts)
 
 
 @dataclass
@@ -79,7 +73,7 @@ class Tuner:
 
     def work(self) -> None:
         """Go on until every job is done with the phase, by whomever; jobs that fail here are left aside."""
-        step = {"prepare": self._prepare, "choose": self._choose, "measure": self._measure}[self.phase]
+        step = self._measure if self.phase == "measure" else self._choose
         while waiting := [
             job for job in self.jobs if job.name not in self.failures and not phase_done(job, self.phase)
         ]:
@@ -94,60 +88,46 @@ class Tuner:
             self.failures[job.name] = str(error)
             return True
 
-    @contextlib.contextmanager
-    def _held(self, path: Path) -> Iterator[bool]:
-        """Try to lock a file for as long as this lasts; yield whether it worked."""
-        with contextlib.ExitStack() as holding:
-            with writing(path):
-                handle = holding.enter_context(locked(path))
-            yield handle is not None
-
-    def _prepare(self, job: TunedJob) -> bool:
-        """Make the first stage of a job: the source, learnt with the line's own settings where it is not given."""
-        with self._held(job.lock) as free:
-            if not free or job.stage(0).choice() is not None:
-                return free
-            sequence = self._sequence(job)
-            given = sequence.known > 0
-            point = GridPoint(job.line.lr, job.line.damping if job.line.penalised else None)
-            trial = job.stage(0).trial(0)
-            outcomes = [] if given else [trial.outcome() or self._learn(job, 0, 0, point, trial)]
-            self._settle(job, 0, outcomes, given=given)
-        return True
-
     def _choose(self, job: TunedJob) -> bool:
         """Learn a trial of a job, or choose among those of its task; False while others have to come first."""
         task = len(job.choices())
-        if job.chosen() or not self._floors_known(job, task):
+        if phase_done(job, self.phase) or not self._floors_known(job, task):
             return False
+        grid = self._grid(job, task)
         with contextlib.ExitStack() as holding:
-            with self._held(job.lock) as free:
-                if not free or job.stage(task).choice() is not None:
-                    return free
-                points = grid_of(job.line)
-                trials = [job.stage(task).trial(number) for number in range(len(points))]
-                outcomes = [outcome for outcome in (trial.outcome() for trial in trials) if outcome is not None]
-                if len(outcomes) == len(points):
+            with held(job.folder.path / "lock") as lock:
+                if lock is None or job.stage(task).choice() is not None:
+                    return lock is not None
+                outcomes = job.stage(task).outcomes(grid)
+                if len(outcomes) == len(grid):
                     self._settle(job, task, outcomes)
                     return True
-                number = self._take(trials, holding)
-            if number is None:
+                trial = self._take(job.stage(task), grid, holding)
+            if trial is None:
                 return False
-            self._learn(job, task, number, points[number], trials[number])
+            self._learn(job, task, trial)
         return True
 
-    def _take(self, trials: Iterable[TrialFolder], holding: contextlib.ExitStack) -> int | None:
-        """Return the number of a trial to work on, held: the first that has not ended and that nobody works on."""
-        for number, trial in enumerate(trials):
-            lock = self._held(trial.path / "lock")
+    def _grid(self, job: TunedJob, task: int) -> list[Trial]:
+        """Return what is tried on a task; on the source the settings of the line, and nothing where it is given."""
+        if task:
+            return grid_of(job.line)
+        own = Trial(0, job.line.lr, job.line.damping if job.line.penalised else None, None)
+        return [] if self._sequence(job).known else [own]
+
+    def _take(self, stage: StageFolder, grid: Iterable[Trial], holding: contextlib.ExitStack) -> Trial | None:
+        """Return a trial to work on, held: the first that has not ended and that nobody works on."""
+        for trial in grid:
+            folder = stage.trial(trial.number)
+            lock = held(folder.path / "lock")
             # Whoever held it may have ended it just before it was free.
-            if trial.outcome() is None and holding.enter_context(lock) and trial.outcome() is None:
-                return number
+            if folder.outcome() is None and holding.enter_context(lock) is not None and folder.outcome() is None:
+                return trial
         return None
 
     def _floors_known(self, job: TunedJob, task: int) -> bool:
         """Whether the networks of their own that the losses of a task are balanced by were all chosen."""
-        if not job.line.balance:
+        if not job.line.balance or task == 0:
             return True
         singles = [each for each in self.jobs if each.line.method == SINGLE and each.folder.seed == job.folder.seed]
         failed = next((each for each in singles if each.name in self.failures), None)
@@ -155,20 +135,20 @@ class Tuner:
             raise RunError(f"its losses are balanced by those of '{failed.name}', which failed")
         return all(each.chosen() or each.stage(task).choice() is not None for each in singles)
 
-    def _learn(self, job: TunedJob, task: int, number: int, point: GridPoint, trial: TrialFolder) -> TrialResult:
+    def _learn(self, job: TunedJob, task: int, trial: Trial) -> None:
         """Learn a trial, or go on with it, to its end."""
-        line = point.of(job.line) if task else job.line
-        learning = self._job_run(job, task, line, trial)
-        weights = job.stage(task - 1).weights() if task and line.method != SINGLE else None
-        carried = learning.turn_to(task, weights, self._memory(job, task))
+        folder = job.stage(task).trial(trial.number)
+        learning = self._job_run(job, task, with_setting(job.line, trial), folder)
+        if task and job.line.method != SINGLE:
+            job.stage(task - 1).load(learning.model)
+        carried = learning.turn_to(task, self._memory(job, task))
         finite = False
         with contextlib.suppress(NotFiniteError):
-            finite = learning.learn(learning.stages[task], carried)
+            finite = learning.learn(task, carried)
         state = learning.state
         validation = learning.sequence.accuracy(learning.model, task, "validation") if finite else None
-        outcome = TrialResult(number, point.lr, point.damping, validation, state.kept, state.seconds)
-        trial.end(outcome, learning.model.state_dict() if finite else None)
-        return outcome
+        outcome = replace(trial, validation=validation, kept=state.kept, seconds=state.seconds)
+        folder.end(outcome, learning.model.state_dict() if finite else None)
 
     def _job_run(self, job: TunedJob, task: int, line: Line, folder: JobFolder) -> JobRun:
         """Return a job that works on one task alone, with the settings of a line, in a folder."""
@@ -177,32 +157,32 @@ class Tuner:
         options: dict[str, Any] = {"floors": floors, "autocast": autocast_of(self.run)}
         return JobRun(line, seed, sequence, folder, self.checkpoint_seconds, **options)
 
-    def _settle(self, job: TunedJob, task: int, outcomes: list[TrialResult], *, given: bool = False) -> None:
+    def _settle(self, job: TunedJob, task: int, outcomes: list[Trial]) -> None:
         """Choose among the trials of a task and extend the memory; the caller holds the lock of the job."""
         stage, tasks, order = job.stage(task), self._sequence(job).tasks, ranked(outcomes)
         job.sweep(task)
         while order and not self._remember(job, task, order[0]):
             order = order[1:]  # a trial whose curvature is not finite has diverged too
-        if given:
+        if not outcomes:  # the source is given
             self._remember(job, task, None)
         best, second = (*order, None, None)[:2]
-        lost = len(outcomes) - len(order)
-        job.choose(task, Choice(tasks[task], best, second, len(outcomes), lost, not given and best is None), tasks)
+        lost, diverged = len(outcomes) - len(order), bool(outcomes) and best is None
+        job.choose(task, Choice(tasks[task], best, second, len(outcomes), lost, diverged), tasks)
         for each in outcomes:
             if each != best and not self.run.facts["tuning"]["scatter"]:
                 remove(stage.trial(each.number).weights_file)
 
-    def _remember(self, job: TunedJob, task: int, outcome: TrialResult | None) -> bool:
+    def _remember(self, job: TunedJob, task: int, outcome: Trial | None) -> bool:
         """Write the memory that follows from a trial, or from the source as given; return whether it is finite."""
         if task + 1 == job.line.tasks or not job.line.protected:
             return True
         stage, learning = job.stage(task), self._job_run(job, task, job.line, job.folder)
         if outcome is not None:
-            learning.model.load_state_dict(stage.trial(outcome.number).weights())
+            stage.trial(outcome.number).load(learning.model)
         learning.memory = self._memory(job, task)
         learning.sequence.enter(learning.model, task)
         try:
-            learning.remember(learning.stages[task])
+            learning.remember(task)
         except NotFiniteError:
             return False
         assert learning.memory is not None
@@ -221,24 +201,24 @@ class Tuner:
     def _load(self, stage: StageFolder) -> Memory:
         model = self._sequence_of(stage.line, stage.seed).network()
         try:
-            return Memory.load(stage.memory, model, device=torch.device(self.run.facts["place"]))
+            return Memory.load(stage.memory, model, device=self.run.place)
         except MemoryFileError as error:
             raise RunError(f"{error} — or start the tuning anew in another folder") from None
 
     def _measure(self, job: TunedJob) -> bool:
         """Measure a stage of a job on test parts; when all are, end the job."""
         for task in job.stages():
-            with self._held(job.stage(task).path / "lock") as free:
-                if free and job.stage(task).measured() is None:
+            with held(job.stage(task).path / "lock") as lock:
+                if lock is not None and job.stage(task).measured() is None:
                     self._measure_stage(job, task)
                     return True
         if any(job.stage(task).measured() is None for task in job.stages()):
             return False
-        with self._held(job.lock) as free:
-            if free:
+        with held(job.folder.path / "lock") as lock:
+            if lock is not None:
                 job.sweep()
                 job.tell(self._sequence(job).tasks)
-        return free
+        return lock is not None
 
     def _measure_stage(self, job: TunedJob, task: int) -> None:
         stage, sequence, single = job.stage(task), self._sequence(job), job.line.method == SINGLE
@@ -246,9 +226,10 @@ class Tuner:
         before = None
         untrained = [] if task or sequence.known else _accuracies(sequence, model, range(job.line.tasks))
         if task >= sequence.known and not single:
-            model.load_state_dict((job.stage(task - 1).weights() if task else None) or model.state_dict())
+            if task:
+                job.stage(task - 1).load(model)
             (before,) = _accuracies(sequence, model, [task])
-        model.load_state_dict(stage.weights() or model.state_dict())
+        stage.load(model)
         accuracy = _accuracies(sequence, model, [task] if single else range(task + 1))
         scattered = self.run.facts["tuning"]["scatter"] and task and not single
         trials = dict(self._scattered(job, task, model)) if scattered else {}
@@ -263,7 +244,7 @@ class Tuner:
         for number in range(len(grid_of(job.line))):
             trial = job.stage(task).trial(number)
             if trial.weights_file.is_file():
-                model.load_state_dict(trial.weights())
+                trial.load(model)
                 row = _accuracies(self._sequence(job), model, range(task + 1))
                 yield str(number), {"target": row[-1], "average": statistics.fmean(row)}
 

@@ -8,7 +8,7 @@ next task begins. What the run folder then holds is a normal run, with the chose
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from xkfac.experiments.runs.folder import RunFolder
 from xkfac.experiments.runs.job_folder import NotWritten, RunError, write_text, writing
 from xkfac.experiments.runs.progress import LiveDisplay
 from xkfac.experiments.runs.running import JobsFailed, Worker, checked, hand_out, most_processes, resolved
-from xkfac.experiments.tuning.trials import GridPoint, Point, TunedJob, choice_record, grid_of, ranked, tuned_jobs
+from xkfac.experiments.tuning.trials import ChoiceEntry, Point, TunedJob, grid_of, ranked, tuned_jobs
 from xkfac.experiments.tuning.tuner import PHASES, Phase, phase_done
 
 Show = Callable[[RunFolder, Phase], None]
@@ -38,7 +38,7 @@ def tune(
     download: bool = False,
     scatter: bool = True,
     show: Show | None = None,
-) -> list[dict[str, Any]]:
+) -> list[ChoiceEntry]:
     """Choose the hyperparameters of a recipe's lines in a folder, new or begun, and return what was chosen.
 
     recipe, settings, lines, jobs, device, data: those of `xkfac.experiments.start`. scatter: keep the weights of every
@@ -69,8 +69,8 @@ def _check_tunable(recipe: Recipe) -> None:
             f"line '{joint}' learns all tasks at once, the source included, and cannot be tuned on targets alone; "
             "leave it out by naming the others with --line"
         )
-    world = "data" if recipe.images is None else "images"
-    if (recipe.images or recipe.data).validation == 0:
+    world, data = recipe.world
+    if data.validation == 0:
         raise RunError(f"tuning chooses by accuracy on the validation split and {world}.validation is 0; set it")
 
 
@@ -90,7 +90,7 @@ def _created(path: Path, recipe: Recipe, facts: dict[str, Any]) -> RunFolder:
     return RunFolder.open(path)
 
 
-def go_on(run: RunFolder, *, jobs: int | None = None, show: Show | None = None) -> list[dict[str, Any]]:
+def go_on(run: RunFolder, *, jobs: int | None = None, show: Show | None = None) -> list[ChoiceEntry]:
     """Go on with the tuning of a run to its end, beside others that do so; the choices are those of an unbroken one."""
     most = most_processes(run, jobs)
     every = tuned_jobs(run)
@@ -100,12 +100,15 @@ def go_on(run: RunFolder, *, jobs: int | None = None, show: Show | None = None) 
             if not all(phase_done(job, phase) for job in every):
                 raise JobsFailed(errors[0] if errors else f"the phase '{phase}' of '{run.path}' did not end; resume it")
         found = chosen(run)
-        write_text(run.path / "choices.json", json.dumps(found, indent=1) + "\n")
+        _write_all(run.path / "choices.json", found)
         run.collect()
         if run.facts["tuning"]["scatter"]:  # the report draws target against average accuracy from it
-            points = [asdict(point) for point in _points(run)]
-            write_text(run.path / "points.json", json.dumps(points, indent=1) + "\n")
+            _write_all(run.path / "points.json", _points(run))
     return found
+
+
+def _write_all(path: Path, entries: Iterable[Any]) -> None:
+    write_text(path, json.dumps([asdict(entry) for entry in entries], indent=1) + "\n")
 
 
 def _phase(run: RunFolder, phase: Phase, most: int, lock: int, show: Show | None) -> list[str]:
@@ -114,22 +117,20 @@ def _phase(run: RunFolder, phase: Phase, most: int, lock: int, show: Show | None
     pieces = sum(len(grid_of(job.line)) if phase == "choose" else 1 for job in open_jobs)
     count = min(most, pieces)
 
-    def employ() -> Worker:
-        return Worker.start(lock, run.recipe.threads, "xkfac.experiments.tuning.tuner")
-
     def shown(_: object) -> None:
         if show is not None:
             show(run, phase)
 
+    threads, module = run.recipe.threads, "xkfac.experiments.tuning.tuner"
     messages = [{"run": str(run.path), "phase": phase}] * count
-    return [error for _, error in hand_out(messages, count, employ, shown)]
+    failures = hand_out(messages, count, lambda: Worker.start(lock, threads, module), shown)
+    return [error for _, error in failures]
 
 
-def chosen(run: RunFolder) -> list[dict[str, Any]]:
-    """Return what was chosen so far for each target, line by line, as `choices.json` has it."""
-    order = {name: position for position, name in enumerate(run.recipe.lines)}
-    jobs = sorted(tuned_jobs(run), key=lambda job: (order[job.folder.line], job.folder.seed))
-    return [choice_record(job.folder, choice) for job in jobs for choice in job.choices()[1:]]
+def chosen(run: RunFolder) -> list[ChoiceEntry]:
+    """Return what was chosen so far for each target, line by line."""
+    jobs = (TunedJob(run, run.job(name, seed)) for name in run.recipe.lines for seed in run.recipe.seeds)
+    return [ChoiceEntry.of(job.folder, choice) for job in jobs for choice in job.choices()[1:]]
 
 
 def _points(run: RunFolder) -> Iterator[Point]:
@@ -138,10 +139,10 @@ def _points(run: RunFolder) -> Iterator[Point]:
             measured = job.stage(task).measured()
             if task == 0 or job.line.method == SINGLE or measured is None:
                 continue
-            for number, point in enumerate(grid_of(job.line)):
-                row: dict[str, Any] = {"target": None, "average": None, **measured.trials.get(str(number), {})}
-                best = choice.chosen is not None and number == choice.chosen.number
-                yield Point(choice.task, job.line.label, job.line.balance, point.lr, point.damping, **row, chosen=best)
+            for trial in grid_of(job.line):
+                row: dict[str, Any] = {"target": None, "average": None, **measured.trials.get(str(trial.number), {})}
+                best = choice.chosen is not None and trial.number == choice.chosen.number
+                yield Point(choice.task, job.line.label, job.line.balance, trial.lr, trial.damping, **row, chosen=best)
 
 
 class TuningDisplay(LiveDisplay):
@@ -169,9 +170,9 @@ def tuning_status(run: RunFolder, phase: Phase) -> tuple[str, tuple[str, ...], l
 def _row(job: TunedJob) -> tuple[int, list[str]]:
     """Return how many trials of the current task of a job have ended, and its row: task, trials, best so far."""
     task, line = len(job.choices()), job.line
-    numbers = range(len(grid_of(line)))
-    outcomes = [each for each in (job.stage(task).trial(number).outcome() for number in numbers) if each is not None]
+    grid = grid_of(line)
+    outcomes = job.stage(task).outcomes(grid)
     best = next(iter(ranked(outcomes)), None)
-    said = "-" if best is None else f"{best.validation:.2f} ({GridPoint(best.lr, best.damping)})"
-    row = [f"{line.label}, seed {job.folder.seed}", f"{task + 1}/{line.tasks}", f"{len(outcomes)}/{len(numbers)}", said]
+    said = "-" if best is None else f"{best.validation:.2f} ({best.setting})"
+    row = [f"{line.label}, seed {job.folder.seed}", f"{task + 1}/{line.tasks}", f"{len(outcomes)}/{len(grid)}", said]
     return len(outcomes), row
