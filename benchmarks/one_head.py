@@ -305,19 +305,21 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
     memory = consolidated(source, held_out, curvature, bn, case.seed)
     if f"{curvature}/{bn}" in case.calibrated:
         memory = xkfac.calibrate(source, memory, held_out, seed=case.seed)
-    strengths = [*case.strengths, *([memory.calibration.scale] if memory.calibration is not None else [])]
+    # None is the calibrated strength, which steps that are implicit raise where they would leave the radius.
+    strengths = [*case.strengths, *([None] if memory.calibration is not None else [])]
     runs = []
-    for place, strength in enumerate(strengths):
+    for given in strengths:
         net = copy.deepcopy(source)
-        learner = xkfac.Learner(net, memory, strength=strength)
+        learner = xkfac.Learner(net, memory, strength=given)
         try:
             lr = learn(net, target, case.epochs, case.lr, case.seed + 50, learner, case.implicit)
         except xkfac.NotFiniteError:
-            print(f"{case.pair} {curvature}/{bn} x{strength:g}, seed {case.seed}: diverged", flush=True)
+            print(f"{case.pair} {curvature}/{bn} x{learner.strength:g}, seed {case.seed}: diverged", flush=True)
             continue
+        strength = learner.strength
         learner.close()
         found = measured(net, source, old, new, bn)
-        runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found, place == len(case.strengths)))
+        runs.append(Run(case.pair, curvature, bn, strength, case.seed, lr, found, given is None))
         print(f"{case.pair} {curvature}/{bn} x{strength:g}, seed {case.seed}: {found}", flush=True)
     return runs
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,6 +19,28 @@ from xkfac.model.units import find_units
 from xkfac.task_layers import task_layers_of
 
 _TOLERANCE = 1e-5  # of a unit's merged weight: what float32 leaves of it on another device, or after re-centring
+
+
+def check_amounts(
+    *, damping: float, strength: float, importance: tuple[float, float] | None, bn_momentum: float | None
+) -> None:
+    """Raise XkfacError for a number of a learner outside its range."""
+    if bn_momentum is not None and not 0 < bn_momentum <= 1:
+        raise XkfacError(f"bn_momentum must be above 0 and at most 1, or None for BN's own, not {bn_momentum}")
+    given = [("damping", damping), ("strength", strength), *(("importance", one) for one in importance or ())]
+    for name, value in given:
+        if not isinstance(value, Real) or not 0 <= value < float("inf"):
+            raise XkfacError(f"{name} must be a number of at least 0, not {value!r}")
+
+
+def check_interpretation(method: Method, before: Method) -> None:
+    """Raise XkfacError for another interpretation than before of a method that penalises no merged weights."""
+    merged = method.penalised and not (method.per_parameter or method.fixed_bn)
+    if method.interpretation != before.interpretation and not merged:
+        raise XkfacError(
+            f"method '{method.name}' penalises no merged weights that could be read as '{method.interpretation}'; "
+            "leave interpretation out"
+        )
 
 
 def check_recentring(method: Method, recentre: bool, has_data: bool) -> None:

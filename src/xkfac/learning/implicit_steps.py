@@ -37,11 +37,16 @@ class ImplicitSteps:
         of = max(groups, key=lambda group: _largest(group) / (1 - group["momentum"]))
         rates = (state["lr"], state["momentum"]) if state else (_largest(of), of["momentum"])
         self.lr, self.momentum = float(rates[0]), float(rates[1])
-        self.implicit = make(self.lr, self.momentum)
+        self._make = make
+        self.renew()
         if state:  # made where the network was when the task began
             self.implicit.load(state["tensors"])
         self._groups = groups
         self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def renew(self) -> None:
+        """Make anew what makes steps implicit, where the network is now: after a change of the penalty's strength."""
+        self.implicit = self._make(self.lr, self.momentum)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._unused = None

@@ -1,19 +1,27 @@
 """Learn a target task without forgetting: begin, objective, finish, around any training loop."""
 
 from collections.abc import Iterable
-from numbers import Real
-from typing import Any, Literal, Self, get_args
+from contextlib import AbstractContextManager
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
 from xkfac.learning.balance import Balance
-from xkfac.learning.begin_checks import check_at_anchor, check_batch, check_not_replaced, check_recentring
+from xkfac.learning.begin_checks import (
+    check_amounts,
+    check_at_anchor,
+    check_batch,
+    check_interpretation,
+    check_not_replaced,
+    check_recentring,
+)
 from xkfac.learning.held_bn import HeldBN
 from xkfac.learning.history import History
 from xkfac.learning.implicit_steps import ImplicitSteps, check_optimizer
 from xkfac.learning.step_guard import StepGuard
+from xkfac.learning.trust_region import TrustRegion
 from xkfac.memory import Memory, estimate_for, with_options
 from xkfac.methods import get_method
 from xkfac.model.batches import Forward
@@ -31,12 +39,13 @@ Keep = Literal["average", "all"]
 _OPEN = "_close_learner"  # what closes the learner of a model, kept with the model itself
 
 
-class Learner:
+class Learner(AbstractContextManager["Learner"]):
     """Protects what a network knows, as its memory says, while it learns a target task.
 
     damping: lambda, added to the curvature as lambda * I on W~. interpretation: how merged weights are read; the
     method's own unless given. importance: (ls, lt); by default T/(T+1) and 1/(T+1) for a memory of T tasks (eq.
-    imp_hyp). strength: a factor on the penalty alone, by default the scale that `calibrate` measured, or 1 without it.
+    imp_hyp). strength: a factor on the penalty alone, which stands; by default 1, or what `calibrate` measured, doubled
+    whenever a step of the optimizer that `begin` got would leave the calibration's radius (see `TrustRegion`).
     bn_momentum: how fast the running statistics of shared BN follow the target, from `begin` to `finish`; by default
     BN's own momentum. 0.01 keeps deep networks much better, small ones that take few steps worse. balance: adaptive
     alpha_s, alpha_t. penalty_every: k, to evaluate the penalty in every k-th step with k-fold weight; by default 1, on
@@ -65,14 +74,11 @@ class Learner:
         forward: Forward | None = None,
         exclude: Iterable[str] | None = None,
     ) -> None:
+        radius = None if memory.calibration is None else memory.calibration.radius
+        self._follows_radius = strength is None and bool(radius)
         if strength is None:
             strength = 1.0 if memory.calibration is None else memory.calibration.scale
-        if bn_momentum is not None and not 0 < bn_momentum <= 1:
-            raise XkfacError(f"bn_momentum must be above 0 and at most 1, or None for BN's own, not {bn_momentum}")
-        given = importance or (0.0, 0.0)
-        for name, value in (("damping", damping), ("strength", strength), *(("importance", one) for one in given)):
-            if not isinstance(value, Real) or not 0 <= value < float("inf"):
-                raise XkfacError(f"{name} must be a number of at least 0, not {value!r}")
+        check_amounts(damping=damping, strength=strength, importance=importance, bn_momentum=bn_momentum)
         self._wrapped = model
         self.model = unwrap(model)
         check_loaded(self.model)
@@ -81,12 +87,7 @@ class Learner:
         self.method = memory.method
         if interpretation is not None:
             self.method = get_method(self.method, interpretation=interpretation)
-            merged = self.method.penalised and not (self.method.per_parameter or self.method.fixed_bn)
-            if interpretation != memory.method.interpretation and not merged:
-                raise XkfacError(
-                    f"method '{self.method.name}' penalises no merged weights that could be read as "
-                    f"'{interpretation}'; leave interpretation out"
-                )
+            check_interpretation(self.method, memory.method)
         tasks = memory.tasks
         default = (tasks / (tasks + 1), 1 / (tasks + 1)) if self.method.penalised else (0.0, 1.0)
         self.importance = default if importance is None else importance
@@ -104,7 +105,6 @@ class Learner:
         self._held: HeldBN | None = None
         self._implicit_steps: ImplicitSteps | None = None
         self._begun = self._closed = False
-        radius = None if memory.calibration is None else memory.calibration.radius
         self._guard = StepGuard(self.model, self._step, radius, self.stable_lr)
         vars(self.model)[_OPEN] = Hook(self.close)
 
@@ -155,11 +155,21 @@ class Learner:
     def _start(self, optimizer: torch.optim.Optimizer | None, state: dict[str, Any] | None = None) -> None:
         self._held = self._held or HeldBN(self._wrapped, self.method, self._bn_momentum)
         if optimizer is not None and (protected := self._step.changed_by(optimizer)):
+            implicit, region = (state or {}).get("implicit"), (state or {}).get("trust_region")
+            self.strength *= region["grown"] if region else 1.0
             if self._implicit_steps is not None:
                 self._implicit_steps.remove()
-            self._implicit_steps = ImplicitSteps(optimizer, protected, self.implicit, state)
+            self._implicit_steps = ImplicitSteps(optimizer, protected, self.implicit, implicit)
+            if self._follows_radius:
+                region = TrustRegion(self._wrapped, optimizer, self._guard.distance, self._raise_strength, region)
+                self._guard.keep_within(region)
         self._step.readings.clear()
         self._begun = True
+
+    def _raise_strength(self, factor: float) -> None:
+        self.strength *= factor
+        if self._implicit_steps is not None:
+            self._implicit_steps.renew()
 
     def penalty(self) -> Tensor:
         """Return L_s, damping included, for BN statistics of the latest training pass, else population statistics."""
@@ -254,10 +264,7 @@ class Learner:
 
     @property
     def over_radius(self) -> float | None:
-        """L_s without damping over the calibration's radius, where the network is now; None without a calibration.
-
-        Above 1 the network is further from the anchor than the calibration has measured.
-        """
+        """L_s without damping over the calibration's radius, where the network is now; above 1 it was not measured."""
         return self._guard.over_radius
 
     @property
@@ -358,25 +365,21 @@ class Learner:
         balance = self.balance.state_dict() if self.balance else None
         interval = self._step.interval.state_dict()
         implicit = None if self._implicit_steps is None else self._implicit_steps.state_dict()
-        state = {"begun": self._begun, "balance": balance, "stepped": self._guard.stepped}
-        return {**state, "interval": interval, "implicit": implicit}
+        own = {"begun": self._begun, "balance": balance, "interval": interval, "implicit": implicit}
+        return {**own, **self._guard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Take up a task in progress, in place of `begin`, with the optimizer that goes on, where `begin` had one.
-
-        The model's own state is loaded by the user.
-        """
+        """Take up a task in progress in place of `begin`, with its optimizer if it had one; load the model yourself."""
         self._check_open()
         if (state["balance"] is None) != (self.balance is None):
             raise XkfacError("the state is of a learner " + ("without" if self.balance else "with") + " a balance")
         if self.balance is not None:
             self.balance.load_state_dict(state["balance"])
-        implicit = state.get("implicit")
-        if (implicit is None) != (optimizer is None) and self.protected:
+        if (state.get("implicit") is None) != (optimizer is None) and self.protected:
             call, had = ("state, optimizer", "with") if optimizer is None else ("state", "without")
             raise XkfacError(f"the state is of a task begun {had} an optimizer; call load_state_dict({call})")
         if state["begun"]:
-            self._start(optimizer, implicit)
+            self._start(optimizer, state)
             self._guard.stepped = state.get("stepped", True)  # states of before it was kept do not say
         if "interval" in state:
             self._step.interval.load_state_dict(state["interval"])
@@ -392,9 +395,6 @@ class Learner:
         if self._implicit_steps is not None:
             self._implicit_steps.remove()
         self._held, self._implicit_steps, self._begun, self._closed = None, None, False, True
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

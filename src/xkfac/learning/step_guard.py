@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from xkfac.learning.begin_checks import check_not_replaced, warn_of_shared_bn
 from xkfac.learning.divergence import Look, StartingPoint, blamed_norm
 from xkfac.learning.history import History
 from xkfac.learning.step_checks import Accumulation, check_loss, check_reduction
+from xkfac.learning.trust_region import TrustRegion
 from xkfac.penalty.step import PenalisedStep
 
 INTERVAL = 16
@@ -26,7 +28,8 @@ class StepGuard:
 
     radius: the largest penalty without damping up to which the memory's calibration follows the real loss, None without
     one. stable_lr: gives the learner's, where the network is. No step is synchronised, and a compiled one is not looked
-    at. `stepped` is whether there was any step.
+    at. `stepped` is whether there was any step. trust_region: what keeps the network within the radius, if anything
+    does; the user then needs no warning of it.
     """
 
     def __init__(
@@ -41,10 +44,17 @@ class StepGuard:
         self.history = History()
         self.accumulation = Accumulation(None)
         self.stepped = False
+        self.trust_region: TrustRegion | None = None
         self._starting_point: StartingPoint | None = None
         self._look: Look | None = None
         self._steps = self._looked_at = 0
         self._warned_of_radius = self._warned_of_loss = False
+
+    def keep_within(self, trust_region: TrustRegion) -> None:
+        """Take what keeps the network within the radius from now on."""
+        if self.trust_region is not None:
+            self.trust_region.remove()
+        self.trust_region = trust_region
 
     def before_step(self, loss: Tensor) -> None:
         """Check the loss, and at the first step what need not be checked again.
@@ -87,7 +97,9 @@ class StepGuard:
             return
         self._steps += 1
         if self._look is None and self._steps % INTERVAL == 0:
-            values = [penalty, loss] if self._radius is None else [penalty, loss, self._step.undamped()]
+            values = [penalty, loss]
+            if self._radius is not None and self.trust_region is None:
+                values.append(self._step.undamped())
             self._look = Look(torch.stack([value.detach().to(penalty.dtype) for value in values]))
             self._looked_at = self._steps
         if self._look is None or not self._look.is_there():
@@ -99,6 +111,8 @@ class StepGuard:
         self.history.losses.append(seen)
         if LOST < value < math.inf and not self._warned_of_loss:
             self._judge_loss(self._step.undamped().item())
+        if self.trust_region is not None:
+            self.history.over_radius.append(self.trust_region.last)
         for one in undamped:
             self.history.over_radius.append(one / self._radius if self._radius else math.inf)
             self._judge_radius(one)
@@ -122,7 +136,7 @@ class StepGuard:
     def _judge_radius(self, undamped: float) -> None:
         """Warn once, in the user's line, of a penalty without damping that is beyond the radius."""
         radius = self._radius
-        if radius is None or self._warned_of_radius or not undamped > radius:
+        if radius is None or self._warned_of_radius or self.trust_region is not None or not undamped > radius:
             return
         self._warned_of_radius = True
         times = f"{undamped / radius:.2g} times" if radius else "beyond"
@@ -161,9 +175,20 @@ class StepGuard:
             return math.inf if undamped > 0 else 0.0
         return undamped / self._radius
 
+    def distance(self) -> float:
+        """Return `over_radius`, 0 where there is none."""
+        return self.over_radius or 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the steps that follow depend on."""
+        region = None if self.trust_region is None else self.trust_region.state_dict()
+        return {"stepped": self.stepped, "trust_region": region}
+
     def remove(self) -> None:
-        """Take the hook off the model."""
+        """Take the hooks off the model and the optimizer."""
         self.accumulation.remove()
+        if self.trust_region is not None:
+            self.trust_region.remove()
 
     def _diverged(self) -> NotFiniteError:
         """Return the error that says why the penalty is not finite any more."""
