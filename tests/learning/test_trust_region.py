@@ -36,6 +36,11 @@ def step(model, learner, optimizer, batch):
     optimizer.step()
 
 
+def train(model, learner, optimizer, batches):
+    for batch in batches:
+        step(model, learner, optimizer, batch)
+
+
 def state_of(model, optimizer):
     """Return the parameters and their momenta."""
     parameters = [one.detach().clone() for one in model.parameters()]
@@ -93,19 +98,17 @@ def test_within_the_radius_nothing_changes(method):
         warnings.simplefilter("ignore", XkfacWarning)  # of an own-bn without BN of its own
         for strength in (None, SCALE):
             model, learner, optimizer = started(1e6, method, strength=strength)
-            for batch in target(count=3 * INTERVAL):
-                step(model, learner, optimizer, batch)
+            train(model, learner, optimizer, target(count=3 * INTERVAL))
             assert learner.strength == SCALE
             ends.append(state_of(model, optimizer)[0])
     assert all(map(torch.equal, *ends))
 
 
-@pytest.mark.parametrize("radius, options", [(1e-4, {"strength": SCALE}), (0.0, {})])
+@pytest.mark.parametrize(("radius", "options"), [(1e-4, {"strength": SCALE}), (0.0, {})])
 def test_a_strength_that_is_given_stands_and_so_does_one_without_a_radius(radius, options):
     model, learner, optimizer = started(radius, **options)
     with pytest.warns(XkfacWarning, match="the radius"):
-        for batch in target(count=INTERVAL):
-            step(model, learner, optimizer, batch)
+        train(model, learner, optimizer, target(count=INTERVAL))
     assert learner.strength == SCALE
     assert learner.over_radius > 1
 
@@ -116,16 +119,14 @@ def test_without_an_optimizer_of_its_own_the_strength_stands():
     learner = Learner(model, learner.memory)
     learner.begin(target(), tolerance=1.0)
     with pytest.warns(XkfacWarning, match="the radius"):
-        for batch in target(count=INTERVAL):
-            step(model, learner, optimizer, batch)
+        train(model, learner, optimizer, target(count=INTERVAL))
     assert learner.strength == SCALE
 
 
 def test_later_every_sixteenth_step_is_watched_and_raises_the_strength_without_being_shortened():
     model, learner, optimizer = started(1e6)
     batches = target(count=4 * INTERVAL)
-    for batch in batches[:INTERVAL]:
-        step(model, learner, optimizer, batch)
+    train(model, learner, optimizer, batches[:INTERVAL])
     region = learner._guard.trust_region
     learner._guard._radius = 1e-9  # from here on every network is beyond it
     strengths = []
@@ -173,13 +174,11 @@ def test_a_network_that_comes_back_is_left_to_do_so():
 def test_a_task_resumed_beyond_the_radius_goes_on_as_an_unbroken_one():
     batches = target(count=3 * INTERVAL)
     model, learner, optimizer = started(1e-4)
-    for batch in batches[:7]:
-        step(model, learner, optimizer, batch)
+    train(model, learner, optimizer, batches[:7])
     assert learner.strength > SCALE
     file = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict(), learner.state_dict()], file)
-    for batch in batches[7:]:
-        step(model, learner, optimizer, batch)
+    train(model, learner, optimizer, batches[7:])
     end = state_of(model, optimizer)[0], learner.strength
     memory = learner.memory
     learner.close()
@@ -192,8 +191,7 @@ def test_a_task_resumed_beyond_the_radius_goes_on_as_an_unbroken_one():
     optimizer.load_state_dict(of_optimizer)
     learner = Learner(model, memory)
     learner.load_state_dict(of_learner, optimizer)
-    for batch in batches[7:]:
-        step(model, learner, optimizer, batch)
+    train(model, learner, optimizer, batches[7:])
     assert all(map(torch.equal, state_of(model, optimizer)[0], end[0]))
     assert learner.strength == end[1]
 
@@ -202,8 +200,7 @@ def test_a_target_of_another_kind_is_told_once():
     model, learner, optimizer = started(1e-7)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for batch in target(count=2 * INTERVAL):
-            step(model, learner, optimizer, batch)
+        train(model, learner, optimizer, target(count=2 * INTERVAL))
     (warning,) = [one for one in caught if one.category is XkfacWarning]
     assert "the penalty needs 8 times its calibrated strength" in str(warning.message)
     assert "task-specific BN" in str(warning.message)
@@ -216,8 +213,7 @@ def test_gradients_that_are_not_finite_are_not_hidden():
     batches = target(count=2 * INTERVAL)
     batches[2][0].fill_(torch.nan)
     with pytest.raises(NotFiniteError, match="the penalty is not finite any more"):
-        for batch in batches:
-            step(model, learner, optimizer, batch)
+        train(model, learner, optimizer, batches)
 
 
 def test_the_optimizer_is_free_again_when_the_task_is_over():
