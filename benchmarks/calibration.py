@@ -5,9 +5,9 @@
 
 The first command: a perceptron and a small convolutional network learn 1,000 of scikit-learn's digits. Their memory is
 calibrated on 400 others with other seeds, from a three times larger learning rate, and with four times as many steps.
-Then the convolutional network learns changed digits for 100 steps with SGD that `begin` was given (momentum 0.9, cosine),
-at several learning rates: with strength 1, with the calibrated strength, and with that strength raised as the learner
-does by default where steps would leave the radius; accuracies on the other 397 digits.
+Then the convolutional network learns changed digits for 100 steps with SGD that `begin` was given (momentum 0.9,
+cosine), at several learning rates: with strength 1, with the calibrated one, and with the calibrated one raised as the
+learner does by default where steps would leave the radius; accuracies on the other 397 digits.
 
 The second: FOLDER holds `imagenet1000-128.zip` and MODEL-imagenet-128.safetensors (or .xz). Prints the calibration, and
 what the scale would be if it were read at other rises of the loss than 0.1 nats: --rises (paths go on to the largest),

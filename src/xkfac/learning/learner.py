@@ -44,8 +44,8 @@ class Learner(AbstractContextManager["Learner"]):
 
     damping: lambda, added to the curvature as lambda * I on W~. interpretation: how merged weights are read; the
     method's own unless given. importance: (ls, lt); by default T/(T+1) and 1/(T+1) for a memory of T tasks (eq.
-    imp_hyp). strength: a factor on the penalty alone, which stands; by default 1, or what `calibrate` measured, doubled
-    whenever a step of the optimizer that `begin` got would leave the calibration's radius (see `TrustRegion`).
+    imp_hyp). strength: a factor on the penalty alone, which stands; by default 1, or what `calibrate` measured, raised
+    where steps of the optimizer that `begin` got would go far beyond the calibration's radius (see `TrustRegion`).
     bn_momentum: how fast the running statistics of shared BN follow the target, from `begin` to `finish`; by default
     BN's own momentum. 0.01 keeps deep networks much better, small ones that take few steps worse. balance: adaptive
     alpha_s, alpha_t. penalty_every: k, to evaluate the penalty in every k-th step with k-fold weight; by default 1, on

@@ -1,8 +1,8 @@
-"""Keep a network within the radius of its memory's calibration while it learns: shorten steps, raise the strength.
+"""Keep a network near the radius of its memory's calibration while it learns: shorten steps, raise the strength.
 
 The scale of a calibration is measured with made-up tasks. A target of another kind than the past pulls harder, most of
-all in its first steps, and then the network leaves the region in which the penalty follows the real loss of the past.
-The strength that keeps it there cannot be known before the target is learnt, so it is found while it is.
+all in its first steps, and throws the network far beyond where the penalty follows the real loss of the past. The
+strength that holds it cannot be known before the target is learnt, so it is found while it is.
 """
 
 import math
@@ -21,20 +21,23 @@ from xkfac.model.passes import device_of, parallel_of
 INTERVAL = 16
 """As many steps are watched one by one when a task begins, and after the strength was raised; later every such one."""
 
-GROWTH = 2.0
-"""What the strength is multiplied by where a step would leave the radius."""
+LIMIT = 4.0
+"""L_s without damping over the radius up to which a network may go: twice as far as the calibration has measured."""
 
-_FAR = 8.0  # times the calibrated strength from which on the target counts as one of another kind
+GROWTH = 4.0
+"""What the strength is multiplied by where a step would go further."""
+
+_FAR = 16.0  # times the calibrated strength from which on the target counts as one of another kind
 _SHORTEST = 2**-20  # share of a step; one that is still too long is taken back
 
 
 class TrustRegion:
     """Watches the steps of an optimizer by the distance of the network, L_s without damping over the radius.
 
-    Where a step goes beyond 1, and further out than the network was when last watched, it is shortened until it does
-    not, its momentum with it, and the strength is doubled. After `INTERVAL` steps without that only every
-    `INTERVAL`-th is watched, and is no longer shortened. distance: gives that of the model as it is. grow: multiplies
-    the strength. state: that of a task in progress.
+    Where a step goes beyond `LIMIT`, and further out than the network was when last watched, it is shortened until it
+    does not, its momentum with it, and the strength is multiplied by `GROWTH`. After `INTERVAL` steps without that only
+    every `INTERVAL`-th is watched, and is no longer shortened. distance: gives that of the model as it is. grow:
+    multiplies the strength. state: that of a task in progress.
 
     A watched step waits for the device. Steps that are compiled, or replayed from a CUDA graph, are not watched.
     Processes of a DistributedDataParallel model go by the largest distance among them, so that all decide alike.
@@ -83,7 +86,7 @@ class TrustRegion:
         self._since += 1
         if not before and self._since % INTERVAL:
             return
-        distance, limit = self._distance(), max(1.0, self.last)
+        distance, limit = self._distance(), max(LIMIT, self.last)
         if not distance <= limit:  # what is not finite counts as too far
             if before:
                 distance = self._shorten(before, limit)
@@ -119,10 +122,9 @@ class TrustRegion:
         self._grown *= GROWTH
         if self._grown == _FAR:
             warnings.warn(
-                f"the penalty needs {self._grown:g} times its calibrated strength to keep the network where the "
-                "calibration follows the real loss of the past, so the target is of another kind than the past, and "
-                "it may be learnt less well; task-specific BN (give_task_norms, and method='own-bn') keeps and learns "
-                "more",
+                f"the penalty needs {self._grown:g} times its calibrated strength to hold the network where it follows "
+                "the real loss of the past, so the target is of another kind than the past, and may be learnt less "
+                "well; task-specific BN (give_task_norms, and method='own-bn') keeps and learns more",
                 XkfacWarning,
                 stacklevel=6,
             )
