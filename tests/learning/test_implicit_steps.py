@@ -260,3 +260,22 @@ def test_without_a_penalty_there_is_nothing_to_do():
     learner.begin(target(), optimizer)
     steps(model, learner, optimizer, target())
     assert learner.state_dict()["implicit"] is None
+
+
+@pytest.mark.parametrize(("method", "explicit"), [("corrected", 9), ("unmerged", 4)])
+def test_parameters_whose_steps_stay_explicit_are_told(method, explicit):
+    model, memory, optimizer = started(method)
+    learner = Learner(model, memory)
+    with pytest.warns(XkfacWarning, match=f"steps of {explicit} of 9 protected parameters do not become") as caught:
+        learner.begin(target(), optimizer)
+    assert caught[0].filename == __file__
+    implicit = {id(one) for one in learner._implicit_steps.implicit.parameters}
+    assert sum(id(one) not in implicit for one in learner.protected) == explicit
+
+
+@pytest.mark.parametrize("method", ["fixed-bn", "own-bn", "paper", "xkfac", "kfac", "ewc", "fixed-statistics"])
+def test_other_methods_have_none(method):
+    model, memory, optimizer = started(method)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Learner(model, memory).begin(target(), optimizer)

@@ -39,6 +39,7 @@ class ImplicitSteps:
         self.lr, self.momentum = float(rates[0]), float(rates[1])
         self._make = make
         self.renew()
+        _warn_of_explicit(protected, self.implicit)
         if state:  # made where the network was when the task began
             self.implicit.load(state["tensors"])
         self._groups = groups
@@ -118,6 +119,20 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, protected: Iterable[
             "a layer was replaced, and the new one will not learn; make the optimizer after all changes to the model",
             XkfacWarning,
             stacklevel=3,
+        )
+
+
+def _warn_of_explicit(protected: Iterable[Tensor], implicit: Implicit) -> None:
+    """Warn in the user's line of protected parameters whose steps stay as they are, with a stiff penalty on them."""
+    changed = {id(one) for one in implicit.parameters}
+    explicit = [id(one) not in changed for one in protected]
+    if any(explicit):
+        warnings.warn(
+            f"steps of {sum(explicit)} of {len(explicit)} protected parameters do not become implicit in the penalty: "
+            "those that methods 'corrected' and 'unmerged' penalise in their own way; keep the learning rate at most "
+            "half of learner.stable_lr(momentum)",
+            XkfacWarning,
+            stacklevel=5,
         )
 
 
