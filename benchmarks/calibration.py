@@ -7,7 +7,7 @@ The first command: a perceptron and a small convolutional network learn 1,000 of
 calibrated on 400 others with other seeds, from a three times larger learning rate, and with four times as many steps.
 Then the convolutional network learns changed digits for 100 steps with SGD that `begin` was given (momentum 0.9,
 cosine), at several learning rates: with strength 1, with the calibrated one, and with the calibrated one raised as the
-learner does by default where steps would leave the radius; accuracies on the other 397 digits.
+learner does by default where steps go too far; accuracies on the other 397 digits.
 
 The second: FOLDER holds `imagenet1000-128.zip` and MODEL-imagenet-128.safetensors (or .xz). Prints the calibration, and
 what the scale would be if it were read at other rises of the loss than 0.1 nats: --rises (paths go on to the largest),
@@ -82,7 +82,7 @@ def steadiness(net: nn.Module, memory: xkfac.Memory, held_out: Batches) -> dict[
 def worth(net: nn.Module, memory: xkfac.Memory, x: Tensor, y: Tensor) -> list[dict[str, Any]]:
     """Return accuracies on source and target after learning changed digits, and the strength that the learner found."""
     assert memory.calibration is not None
-    strengths = {"strength 1": 1.0, "calibrated": memory.calibration.scale, "within the radius": None}
+    strengths = {"strength 1": 1.0, "calibrated": memory.calibration.scale, "default": None}
     order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
     targets = {"permuted": x.flatten(1)[:, order].view_as(x), "inverted": 1 - x, "mirrored": x.flip(3)}
     rows = []
@@ -142,7 +142,7 @@ def small(output: Path) -> None:
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     rows = worth(net, xkfac.calibrate(net, memory, held_out), x, y)
-    keys = ("fine-tuning", "strength 1", "calibrated", "within the radius")
+    keys = ("fine-tuning", "strength 1", "calibrated", "default")
     lines += ["", f"convolutions, source {record[name]['before']:.1f}% before; source / target:", ""]
     lines += ["| target | lr | " + " | ".join(keys) + " | raised to |", "|---" * 7 + "|"]
     for row in rows:
