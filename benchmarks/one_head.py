@@ -328,6 +328,22 @@ def row_of(run: Run) -> tuple[str, str, str, str]:
     return run.pair, run.curvature, run.bn, "calibrated" if run.calibrated else f"{run.strength:g}"
 
 
+def curves(runs: list[Run]) -> dict[str, dict[str, list[float]]]:
+    """Return what every point of a curve has of the old and the new task with stored statistics, by seed."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for run in sorted(runs, key=lambda run: run.seed):
+        name = run.bn
+        if run.curvature:
+            name = f"{run.curvature} {run.bn} " + ("calibrated" if run.calibrated else f"x{run.strength:g}")
+        point = found.setdefault(f"{run.pair}: {name}", {})
+        point.setdefault("old", []).append(run.accuracies.get("old own", run.accuracies["old stored"]))
+        if "new stored" in run.accuracies:
+            point.setdefault("new", []).append(run.accuracies["new stored"])
+        if run.calibrated:
+            point.setdefault("strength", []).append(run.strength)
+    return found
+
+
 def table(runs: list[Run]) -> str:
     keys = list(dict.fromkeys(key for run in runs for key in run.accuracies))
     lines = ["| pair | curvature | BN | strength | " + " | ".join(keys) + " |", "|---" * (4 + len(keys)) + "|"]
@@ -378,7 +394,8 @@ def main() -> None:
     def add(runs: list[Run]) -> None:
         found.extend(runs)
         found.sort(key=lambda run: (run.pair, places[run.curvature, run.bn], run.calibrated, run.strength, run.seed))
-        keep(options.output, record, [asdict(run) for run in found], table(found), show=False)
+        kept = {**record, "curves": curves(found)}
+        keep(options.output, kept, [asdict(run) for run in found], table(found), show=False)
 
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         started = []
