@@ -197,6 +197,17 @@ def test_a_task_resumed_beyond_the_radius_goes_on_as_an_unbroken_one():
     assert learner.strength == end[1]
 
 
+def test_a_task_that_is_begun_anew_starts_with_the_calibrated_strength():
+    model, learner, optimizer = started(2.5e-5)
+    start = copy.deepcopy(model.state_dict())
+    train(model, learner, optimizer, target(count=INTERVAL))
+    assert learner.strength > SCALE
+    model.load_state_dict(start)
+    learner.begin(target(), optimizer)
+    assert learner.strength == SCALE
+    assert learner._guard.trust_region.grown == 1
+
+
 def test_a_target_of_another_kind_is_told_once():
     model, learner, optimizer = started(1e-7)
     with warnings.catch_warnings(record=True) as caught:

@@ -156,7 +156,8 @@ class Learner(AbstractContextManager["Learner"]):
         self._held = self._held or HeldBN(self._wrapped, self.method, self._bn_momentum)
         if optimizer is not None and (protected := self._step.changed_by(optimizer)):
             implicit, region = (state or {}).get("implicit"), (state or {}).get("trust_region")
-            self.strength *= region["grown"] if region else 1.0
+            before = self._guard.trust_region  # of a task that is begun anew
+            self.strength *= (region["grown"] if region else 1.0) / (before.grown if before else 1.0)
             if self._implicit_steps is not None:
                 self._implicit_steps.remove()
             self._implicit_steps = ImplicitSteps(optimizer, protected, self.implicit, implicit)
@@ -291,8 +292,8 @@ class Learner(AbstractContextManager["Learner"]):
 
         It is that of the `protected` parameters, 2 (1 + momentum) / (ls * strength * mu), with mu the largest
         eigenvalue of the Hessian of L_s in them, found by power iteration where the network is now, its BN read with
-        population statistics; lower where `penalty_every` was given. The network is left as it is. It is infinite
-        without a penalty. implicit: the steps are those that it makes; by default those of `begin`'s optimizer.
+        population statistics; lower where `penalty_every` was given, infinite without a penalty. implicit: the steps
+        are those that it makes; by default those of `begin`'s optimizer.
         """
         if implicit is None and self._implicit_steps is not None:
             implicit = self._implicit_steps.implicit

@@ -37,7 +37,8 @@ class TrustRegion:
     Where a step goes beyond `LIMIT`, and further out than the network was when last watched, it is shortened until it
     does not, its momentum with it, and the strength is multiplied by `GROWTH`. After `INTERVAL` steps without that only
     every `INTERVAL`-th is watched, and is no longer shortened. distance: gives that of the model as it is. grow:
-    multiplies the strength. state: that of a task in progress.
+    multiplies the strength. state: that of a task in progress. `last` is the distance when last watched, `grown` what
+    the strength was multiplied by in all.
 
     A watched step waits for the device. Steps that are compiled, or replayed from a CUDA graph, are not watched.
     Processes of a DistributedDataParallel model go by the largest distance among them, so that all decide alike.
@@ -54,8 +55,8 @@ class TrustRegion:
         self._model, self._optimizer = model, optimizer
         self._own_distance, self._grow = distance, grow
         state = state or {"since": 0, "last": 0.0, "grown": 1.0}
-        self._since, self._grown = int(state["since"]), float(state["grown"])
-        self.last = float(state["last"])
+        self._since = int(state["since"])
+        self.last, self.grown = float(state["last"]), float(state["grown"])
         self._before: list[Tensor] = []
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
@@ -119,10 +120,10 @@ class TrustRegion:
     def _raise_strength(self) -> None:
         self._since = 0
         self._grow(GROWTH)
-        self._grown *= GROWTH
-        if self._grown == _FAR:
+        self.grown *= GROWTH
+        if self.grown == _FAR:
             warnings.warn(
-                f"the penalty needs {self._grown:g} times its calibrated strength to hold the network where it follows "
+                f"the penalty needs {self.grown:g} times its calibrated strength to hold the network where it follows "
                 "the real loss of the past, so the target is of another kind than the past, and may be learnt less "
                 "well; task-specific BN (give_task_norms, and method='own-bn') keeps and learns more",
                 XkfacWarning,
@@ -131,7 +132,7 @@ class TrustRegion:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the steps that follow depend on, beside the strength."""
-        return {"since": self._since, "last": self.last, "grown": self._grown}
+        return {"since": self._since, "last": self.last, "grown": self.grown}
 
     def remove(self) -> None:
         """Leave the optimizer's steps as they are again."""
