@@ -156,8 +156,7 @@ class Learner(AbstractContextManager["Learner"]):
         self._held = self._held or HeldBN(self._wrapped, self.method, self._bn_momentum)
         if optimizer is not None and (protected := self._step.changed_by(optimizer)):
             implicit, region = (state or {}).get("implicit"), (state or {}).get("trust_region")
-            before = self._guard.trust_region  # of a task that is begun anew
-            self.strength *= (region["grown"] if region else 1.0) / (before.grown if before else 1.0)
+            self.strength *= (region["grown"] if region else 1.0) / self._guard.grown
             if self._implicit_steps is not None:
                 self._implicit_steps.remove()
             self._implicit_steps = ImplicitSteps(optimizer, protected, self.implicit, implicit)

@@ -56,6 +56,11 @@ class StepGuard:
             self.trust_region.remove()
         self.trust_region = trust_region
 
+    @property
+    def grown(self) -> float:
+        """What the strength was multiplied by to keep the network within the radius, since the task began."""
+        return 1.0 if self.trust_region is None else self.trust_region.grown
+
     def before_step(self, loss: Tensor) -> None:
         """Check the loss, and at the first step what need not be checked again.
 
