@@ -264,7 +264,7 @@ class Learner(AbstractContextManager["Learner"]):
 
     @property
     def over_radius(self) -> float | None:
-        """L_s without damping over the calibration's radius, where the network is now; above 1 it was not measured."""
+        """L_s without damping over the radius of the calibration, above 1 beyond what it measured; None without one."""
         return self._guard.over_radius
 
     @property
