@@ -91,7 +91,8 @@ class TrustRegion:
         if not distance <= limit:  # what is not finite counts as too far
             if before:
                 distance = self._shorten(before, limit)
-            self._raise_strength()
+            if math.isfinite(distance):
+                self._raise_strength()
         self.last = distance
 
     def _shorten(self, before: list[Tensor], limit: float) -> float:
@@ -112,7 +113,7 @@ class TrustRegion:
                 parameter.copy_(start)
             distance = self._distance()
         for parameter in parameters:
-            momentum = self._optimizer.state[parameter].get("momentum_buffer")
+            momentum = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
             if momentum is not None:
                 momentum.mul_(share)
         return distance
@@ -125,7 +126,7 @@ class TrustRegion:
             warnings.warn(
                 f"the penalty needs {self.grown:g} times its calibrated strength to hold the network where it follows "
                 "the real loss of the past, so the target is of another kind than the past, and may be learnt less "
-                "well; task-specific BN (give_task_norms, and method='own-bn') keeps and learns more",
+                "well than with task-specific BN (give_task_norms, and method='own-bn')",
                 XkfacWarning,
                 stacklevel=6,
             )
