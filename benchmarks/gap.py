@@ -52,6 +52,7 @@ ROWS = {
     "kron-average": "Kronecker factors, averaged over tasks",
     "kron-cross": "Kronecker factors, averaged over tasks, with blocks between layers",
     "kron-kept": "Kronecker factors of every task",
+    "kron-kept-long": "Kronecker factors of every task, 3x steps",
     "kron-kept-own": "Kronecker factors of every task, around its own weights",
     "block": "exact Fisher of each layer",
     "full": "exact Fisher of all parameters",
@@ -65,10 +66,12 @@ ROWS = {
     "joint": "joint training",
     "joint-long": "joint training, 3x steps",
 }
-# From one row to the next, and what the difference is; together they lead from the library to joint training.
+# From one row to the next, and what the difference is; they lead from the library to joint training, but for the third,
+# which stands for the fifth where the exact Fisher is too dear for three times the steps.
 STEPS = [
     ("plain steps", "kron-average-plain", "kron-average"),
     ("averaging over tasks", "kron-average", "kron-kept"),
+    ("too few steps, with Kronecker factors of every task", "kron-kept", "kron-kept-long"),
     ("Kronecker factors", "kron-kept", "block"),
     ("blocks: no terms between layers", "block", "full"),
     ("too few steps", "full", "full-long"),
