@@ -139,6 +139,24 @@ def test_a_strong_penalty_takes_steps_that_would_diverge_without(made):
     assert end < 1e-3
 
 
+@pytest.mark.parametrize("strength", [1e2, 1e4])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("every", [1, 8, 13])
+def test_directions_beyond_the_rank_are_implicit_as_far_as_explicit_steps_would_diverge(every, momentum, strength):
+    """Inputs that spread evenly have more stiff directions than the rank; the limit is what power iteration finds."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    memory = consolidate(model, [(torch.randn(400, 96).double(), torch.randint(3, (400,)))], "kfac", draws=8)
+    learner = Learner(model, memory, strength=strength, penalty_every=every)
+    lr, rank = 20.0, 4
+    implicit = learner.implicit(lr, momentum, rank=rank)
+    assert learner.stable_lr(momentum) < lr < learner.stable_lr(momentum, implicit=implicit)
+    for _, part in implicit._groups:
+        if hasattr(part, "change"):
+            part.change[:, :, :-rank] = 0  # the directions beyond the rank are explicit again
+    assert learner.stable_lr(momentum, implicit=implicit) < lr
+
+
 def test_parameters_without_a_gradient_and_those_that_are_not_its_own_are_left_alone():
     model, learner = started(Mixed)
     implicit = learner.implicit(10.0)

@@ -277,12 +277,12 @@ class Learner(AbstractContextManager["Learner"]):
 
         Its `step()`, before each of the optimizer's (`begin(loader, optimizer)` sees to it), multiplies the gradients
         of protected parameters by (I + eta * ls * strength * (H + damping))^-1, eta = lr / (1 - momentum), block by
-        block and along at most `rank` directions of a unit's inputs, as far as they are stiff. From here on the penalty
-        is evaluated in every step, in every eighth where it reads no mini-batch statistics, unless `penalty_every` was
-        given.
+        block and along the stiff directions of a unit's inputs, of which beyond the first `rank` only those count that
+        explicit steps cannot bear. From here on the penalty is evaluated in every step, in every eighth where it reads
+        no mini-batch statistics, unless `penalty_every` was given.
         """
         weight = lr / (1 - momentum) * self.importance[0] * self.strength
-        return self._step.implicit(weight, rank)
+        return self._step.implicit(weight, momentum, rank)
 
     def stable_lr(
         self, momentum: float = 0.0, *, implicit: Implicit | None = None, iterations: int = 16, seed: int = 0

@@ -42,19 +42,28 @@ class Implicit:
     """Turns gradients of parameters that a penalty protects into those of steps that are implicit in the penalty.
 
     weight: eta * ls * strength, what the curvature and the damping are multiplied by. rank: how many directions of a
-    unit's inputs are looked at at most. What has no Kronecker or diagonal block, and unmerged BN, are left as they are.
+    unit's inputs are looked at, and more where `weight` times the curvature of the others is above `bearable`, so that
+    explicit steps along them would not be stable. What has no Kronecker or diagonal block, and unmerged BN, are left as
+    they are.
     """
 
     @torch.no_grad()
     def __init__(
-        self, curvature: Curvature, damping: float, bound: Iterable[BoundUnit], weight: float, rank: int, seed: int = 0
+        self,
+        curvature: Curvature,
+        damping: float,
+        bound: Iterable[BoundUnit],
+        weight: float,
+        rank: int,
+        bearable: float = 1.0,
+        seed: int = 0,
     ) -> None:
         pairs: list[tuple[Tensor, _Part]] = []
         generator = torch.Generator("cpu").manual_seed(seed)
         for one in bound:
             block = curvature.block(one.unit.name)
             if block is not None and one.unit.kind != "unmerged":
-                pairs += _parts_of(one, block, damping, weight, rank, generator)
+                pairs += _parts_of(one, block, damping, weight, (rank, bearable), generator)
         alike: dict[tuple[Any, ...], list[tuple[Tensor, _Part]]] = {}
         for parameter, part in pairs:
             # A GPU waits for launches where weights are small; where they are large, and on a CPU, copies take longer.
@@ -171,6 +180,7 @@ class _Turned:
         damping: Tensor,
         weight: float,
         rank: int,
+        bearable: float,
         generator: torch.Generator,
     ) -> _Turned:
         """Return that of sum_k A_k (x) H_k on a unit's weight, given with the H_k, and damping, of the weight."""
@@ -184,15 +194,18 @@ class _Turned:
         whole = [share[:, None, None] * right for (_, right), (share, _) in zip(terms, traces, strict=True)]
         right = _eigenvectors(torch.stack(whole).sum(0))
         along = [(right * torch.bmm(of, right)).sum(1)[:, :, None] for _, of in terms]
-        total, most, rank = _weighted(shares, columns), min(rank, columns), min(_FIRST, rank, columns)
+        total, tried = _weighted(shares, columns), min(_FIRST, rank, columns)
         while True:
-            left = _leading(total, columns, rank, generator)
+            left = _leading(total, columns, tried, generator)
             scales = [own * _squares(term, left)[:, None, :] for own, (term, _) in zip(along, terms, strict=True)]
             scale = weight * torch.stack(scales).sum(0).clamp(min=0)
-            stiff = (scale > _STIFF).any(1).any(0)
-            if rank == most or 2 * int(stiff.sum()) < rank:
+            steepest = scale.amax((0, 1))  # the first of these directions are the flattest
+            few = 2 * int((steepest > _STIFF).sum()) < tried
+            if tried == columns or few or (tried >= rank and float(steepest[0]) <= bearable):
                 break
-            rank = min(2 * rank, most)
+            tried = min(2 * tried, columns if tried >= rank else min(rank, columns))
+        stiff = steepest > _STIFF
+        stiff[: max(tried - rank, 0)] &= steepest[: max(tried - rank, 0)] > bearable
         left, change = left[:, :, stiff], 1 / (1 + scale[:, :, stiff]) - 1
         member = Member(one)
         if member.order is not None:
@@ -230,9 +243,12 @@ _Part = _Scaled | _Mixed | _Turned
 
 
 def _parts_of(
-    one: BoundUnit, block: Block, damping: float, weight: float, rank: int, generator: torch.Generator
+    one: BoundUnit, block: Block, damping: float, weight: float, most: tuple[int, float], generator: torch.Generator
 ) -> list[tuple[Tensor, _Part]]:
-    """Return the parameters of a unit, each with the inverse of its block of I + weight * (H + damping)."""
+    """Return the parameters of a unit, each with the inverse of its block of I + weight * (H + damping).
+
+    most: the rank, and what is bearable beyond it.
+    """
     groups, rows, columns = one.unit.shape
     if one.unit.kind == "free":
         return (
@@ -257,7 +273,7 @@ def _parts_of(
     of_weight = damping * scale.square()
     pairs: list[tuple[Tensor, _Part]] = []
     if not alone:
-        pairs.append((one.weight, _Turned.inverse(one, terms, of_weight, weight, rank, generator)))
+        pairs.append((one.weight, _Turned.inverse(one, terms, of_weight, weight, *most, generator)))
     if not one.unit.homogeneous:
         return pairs
     affine = affine and one.norm.weight.requires_grad  # a fixed BN takes no steps

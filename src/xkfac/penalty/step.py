@@ -153,12 +153,16 @@ class PenalisedStep:
             gradients = list(torch.autograd.grad(self._fused({}), parameters))
         return list(zip(parameters, gradients if implicit is None else implicit(parameters, gradients), strict=True))
 
-    def implicit(self, weight: float, rank: int) -> Implicit:
-        """Return what makes steps implicit in `weight` times L_s; an interval that was not given becomes fixed."""
+    def implicit(self, weight: float, momentum: float, rank: int) -> Implicit:
+        """Return what makes steps implicit in `weight` times L_s; an interval that was not given becomes fixed.
+
+        Explicit steps bear k eta ls h up to 2 (1 + m^k) / (1 - m^k), as `stable_lr` says; half of it is taken.
+        """
         if self._follows:
             self.interval = Interval(self._implicit_every)
-        curvature, damping = self.quadratic.curvature, self.quadratic.damping
-        return Implicit(curvature, damping, self.bound.values(), weight * self.interval.every, rank)
+        every, curvature, damping = self.interval.every, self.quadratic.curvature, self.quadratic.damping
+        bearable = (1 + momentum**every) / (1 - momentum**every)
+        return Implicit(curvature, damping, self.bound.values(), weight * every, rank, bearable)
 
     def stable_lr(self, source: float, momentum: float, implicit: Implicit | None, iterations: int, seed: int) -> float:
         """Return the learning rate above which SGD with a momentum m diverges on source * L_s.

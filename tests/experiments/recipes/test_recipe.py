@@ -50,8 +50,7 @@ FOR_IMAGES = ("head_epochs", "own")
 @pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Line) if field.name not in FOR_IMAGES])
 def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
     wrong = '"text"' if key in ("curvature", "widths", "at") else "[{ a = 1 }]"
-    needed = {"at": f'method = "{JOINT}"', "balance_every": "balance = true", "implicit_rank": "implicit = true"}
-    method = f"{needed[key]}\n" if key in needed else ""
+    method = {"at": f'method = "{JOINT}"\n', "balance_every": "balance = true\n"}.get(key, "")
     refused(f"{ONE}{method}{key} = {wrong}", "lines.one", key, "must be")
     refused(f"{ONE}[defaults]\n{key} = {wrong}", "defaults", key, "must be")
 
@@ -62,7 +61,6 @@ def test_each_key_of_a_line_refuses_a_value_of_another_type(key):
         ("epoch = 3", ["lines.one", "'epoch'", "did you mean 'epochs'?"]),
         ('method = "joint"\nown = ["6"]', ["lines.one", "'own' has no effect on method 'joint'"]),
         ("head_epochs = 1", ["lines.one", "'head_epochs' has no effect on tasks that share one head"]),
-        ("implicit_rank = 9", ["lines.one", "'implicit_rank' has no effect on a line whose steps are not implicit"]),
         ('norm = "batch"', ["lines.one: norm", "bn, brn, none"]),
         ('norm = "BN"', ["norm is 'BN'"]),
         ('method = "xkfak"', ["lines.one", "did you mean 'xkfac'?"]),

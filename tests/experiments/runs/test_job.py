@@ -213,16 +213,6 @@ def test_a_target_learning_rate_of_0_keeps_the_weights_of_the_first_task(tmp_pat
         assert torch.equal(one[name], two[name]) == ("running" not in name and "tracked" not in name), name
 
 
-def test_steps_that_are_implicit_along_more_directions_may_be_longer(tmp_path):
-    """A direction of the inputs that is left out is explicit, and the steepest of them limits the steady rate."""
-    stiff = dataclasses.replace(LINES["fixed-bn"], strength=1e4, implicit=True, steady=True, early_stopping=False)
-    rates = []
-    for rank in (1, 8, 64):
-        job = learn(tmp_path / str(rank), dataclasses.replace(stiff, implicit_rank=rank))
-        rates.append(next(event["lr"] for event in job.events() if event["event"] == "epoch" and event["task"] == 1))
-    assert rates[0] < 0.5 * rates[1] < 0.25 * rates[2]
-
-
 def test_initial_weights_are_fixed_by_the_seed_alone():
     state = torch.get_rng_state()
     first = perceptron(64, 10, Line(widths=(8, 6)), 3).state_dict()

@@ -39,8 +39,8 @@ SWEPT = ("strength", "lr")
 _READING = ("interpretation", "recentre")
 _OF_STATISTICS = ("fixed_bn", "interpretation", "bn_momentum")
 _PENALISED_ONLY = (
-    *("damping", "strength", "penalty_every", "calibrated", "steady", "implicit", "implicit_rank", "lr_by_share"),
-    *("head_epochs", "bn_momentum", "balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
+    *("damping", "strength", "penalty_every", "calibrated", "steady", "implicit", "lr_by_share", "head_epochs"),
+    *("bn_momentum", "balance", "balance_every", "curvature", "consolidate", "batches", "keep"),
     *_READING,
 )
 _PERCEPTRON_ONLY = ("norm", "activation", "widths", "at")
@@ -144,10 +144,10 @@ class Line:
     damping, strength, penalty_every: those of `xkfac.Learner`. calibrated: multiply the strength by the scale that
     calibration on held-out examples of the first task found. steady: take no learning rate above half of what is stable
     along the penalty's stiffest direction, for the parameters that it protects. implicit: take the stiff part of the
-    penalty implicitly, which allows for longer steps, along at most `implicit_rank` directions of a layer's inputs.
-    head_epochs: the first epochs of a task, in which the protected parameters stand still and the new head alone
-    learns. bn_momentum: how fast BN's running statistics follow while a task is learnt under a penalty, BN's own rate
-    unless given; strong penalties see their noise, and need it slow.
+    penalty implicitly, which allows for longer steps. head_epochs: the first epochs of a task, in which the parameters
+    that are protected stand still and the new head alone learns. bn_momentum: how fast BN's running statistics follow
+    while a task is learnt under a penalty, BN's own rate unless given; strong penalties see their noise, and need it
+    slow.
     balance: adaptive alpha_s and alpha_t, updated every `balance_every` steps; C_t is the training loss at the end of
     the line whose method is `single`.
     curvature: changes to the method's `xkfac.Settings`, such as {form = "paper", draws = 1}.
@@ -188,7 +188,6 @@ class Line:
     calibrated: bool = False
     steady: bool = False
     implicit: bool = False
-    implicit_rank: Positive = 128
     head_epochs: Count = 0
     bn_momentum: Momentum | None = None
     balance: bool = False
@@ -386,7 +385,6 @@ def without_effect(line: Mapping[str, Any], images: bool = False) -> dict[str, s
         (not images and line.get("norm") == "none", ("fixed_bn", *_READING), "a network without BN"),
         (line.get("lr_end") is not None, ("lr_every", "lr_factor"), "a learning rate that falls to lr_end"),
         (not line.get("balance", False), ("balance_every",), "a line whose losses are not balanced"),
-        (not line.get("implicit", False), ("implicit_rank",), "a line whose steps are not implicit"),
         (chosen.per_parameter, _READING, f"{of} penalises every parameter by itself"),
         (line.get("fixed_bn") is True, _READING, "a line whose fixed_bn keeps BN as it is"),
         (chosen.fixed_bn, ("fixed_bn", *_READING), f"{of} keeps BN as it is"),

@@ -196,7 +196,7 @@ class JobRun:
         now = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self._start = self._start or now
         self.model.load_state_dict(self._start)
-        implicit = learner.implicit(lr, self.line.momentum, rank=self.line.implicit_rank)
+        implicit = learner.implicit(lr, self.line.momentum)
         self.model.load_state_dict(now)
         return implicit
 
