@@ -24,13 +24,17 @@ class Ceiling:
     label: str
     accuracies: Mapping[int, float]
 
+    def of(self, seed: int) -> float:
+        """Return the ceiling of a repeat; of one whose seed has none, the mean over those there are."""
+        return self.accuracies.get(seed, fmean(self.accuracies.values()))
+
 
 @dataclass(frozen=True)
 class LineNumbers:
     """What a line of images has reached, in %.
 
     accuracies: by task, and their average; None where it cannot be said. kept: the accuracy on the source after all
-    tasks over that of the source network. shares: by target, the accuracy over that of its ceiling of the same seed.
+    tasks over that of the source network. shares: by target, the accuracy over its ceiling.
     """
 
     entry: ReportLine
@@ -103,8 +107,8 @@ def _numbers(entry: ReportLine, source: str, targets: Sequence[str], tops: Mappi
     kept = spread([_percent(accuracy, first[seed]) for seed, accuracy in ends.get(source, {}).items()])
     shares: dict[str, Spread | None] = {}
     for task in targets if tops and ends else ():
-        own = tops[task].accuracies if task in tops else {}
-        shares[task] = spread([_percent(accuracy, own.get(seed)) for seed, accuracy in ends.get(task, {}).items()])
+        top = tops[task].of if task in tops else lambda _: None
+        shares[task] = spread([_percent(accuracy, top(seed)) for seed, accuracy in ends.get(task, {}).items()])
     return LineNumbers(entry, accuracies, average, kept, shares)
 
 

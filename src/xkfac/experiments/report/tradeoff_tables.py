@@ -170,19 +170,13 @@ def tradeoffs(run: ReportRun) -> Tradeoffs | None:
 
 
 def _by_seed(jobs: Iterable[JobResult], tops: Mapping[str, Ceiling]) -> dict[int, Point]:
-    """Return what is kept of the source and the mean share of the ceilings, of each repeat that learnt all tasks.
-
-    A repeat without a ceiling of its own seed is measured by the mean over those there are.
-    """
+    """Return what is kept of the source and the mean share of the ceilings, of each repeat that learnt all tasks."""
     found = {}
     for job in jobs:
         end = job.final()
         if end is None or not (first := job.accuracy[0]) or not first[0] or len(job.tasks) < 2:
             continue
-        shares = []
-        for task in job.tasks[1:]:
-            own = tops[task].accuracies if tops else {}
-            shares.append(end[task] / (own.get(job.seed, fmean(own.values())) if own else 100.0))
+        shares = (end[task] / (tops[task].of(job.seed) if tops else 100.0) for task in job.tasks[1:])
         found[job.seed] = end[job.tasks[0]] / first[0], fmean(shares)
     return found
 
