@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from xkfac.curvature.blocks import Term, root_term
-from xkfac.curvature.gram import Gram
+from xkfac.curvature.gram import Gram, add_gram, mirror_
 from xkfac.curvature.input_moments import BATCH, ELEMENT, EXAMPLE, LOCATION, BatchDeviations, Deviations, Level, Means
 from xkfac.curvature.patches import Patches
 from xkfac.curvature.processes import Processes
@@ -71,8 +71,17 @@ def batch_gradient(x: Tensor, g: Tensor) -> Tensor:
 
 
 def _uncoupled(element: Term, example: Term, batch: Term) -> tuple[Term, ...]:
-    """Return the terms of a hierarchical grouping where gradients of different examples are independent."""
-    joined = Term(example.left + batch.dense_left, example.right)
+    """Return the terms of a hierarchical grouping where gradients of different examples are independent.
+
+    The input factor of the examples is given up.
+    """
+    left = example.left
+    if batch.low_rank:
+        add_gram(left, batch.left.mT)
+        mirror_(left)
+    else:
+        left += batch.left
+    joined = Term(left, example.right)
     return (element, joined) if element.left.any() else (joined,)
 
 
