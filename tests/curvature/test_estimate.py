@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -66,6 +67,12 @@ CASES = {
     "linear without bias": (lambda: linear_net(False), (4,), [(0, 1), (3, 4)], True),
     "conv": (conv_net, (2, 5, 5), [(0, 1), (5, 5)], True),
     "conv stride": (lambda: conv_net(stride=2, padding=1, bias=False), (2, 5, 5), [(0, 1)], True),
+    "conv of NumPy's numbers": (
+        lambda: conv_net(stride=numpy.int64(2), padding=(numpy.int64(1), 0), groups=numpy.int64(1)),
+        (2, 5, 5),
+        [(0, 1)],
+        True,
+    ),
     "conv dilation": (lambda: conv_net(dilation=2, padding=2), (2, 5, 5), [(0, 1)], True),
     "conv groups": (lambda: conv_net(groups=2, padding=(1, 0)), (2, 5, 5), [(0, 1)], True),
     "conv reflect": (lambda: conv_net(padding=1, padding_mode="reflect"), (2, 4, 4), [(0, 1)], True),

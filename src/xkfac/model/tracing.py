@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch.nn.functional as F
@@ -63,11 +64,11 @@ def _conv(
         pads = tuple((total // 2, total - total // 2) for total in totals)
     else:
         pads = tuple((p, p) for p in _each(0 if padding == "valid" else padding, rank))
-    return Call(input, weight, bias, Convolution(kernel, _each(stride, rank), pads, dilations), groups)
+    return Call(input, weight, bias, Convolution(kernel, _each(stride, rank), pads, dilations), index(groups))
 
 
 def _each(value: Any, rank: int) -> tuple[int, ...]:
-    values = (value,) * rank if isinstance(value, int) else tuple(value)
+    values = tuple(map(index, (value,) if hasattr(value, "__index__") else value))  # plain numbers, not NumPy's
     return values * rank if len(values) == 1 else values
 
 
