@@ -2,14 +2,16 @@
 
     python benchmarks/forgetting.py [--output results/forgetting]
 
-The source network is trained on 1,000 digits; its memory is made from these, or from 400 that it has not seen, with one
-or twenty draws of labels a batch. Forgotten: source accuracy before minus after, in points.
+The source network is trained on 1,000 digits; its memory is made from these, or from 400 that it has not seen, with
+one, four or twenty draws per batch, of labels or of random signs. Forgotten: source accuracy before minus after, in
+points.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import xkfac
 
 METHODS: dict[str, dict[str, Any]] = {
     "fine-tuning": {"method": "fine-tuning"},
+    "fixed BN, the default": {"method": "fixed-bn"},
     "K-FAC": {"method": "kfac"},
     "XK-FAC": {"method": "xkfac"},
     "XK-FAC, paper's form": {"method": "xkfac", "form": "paper"},
@@ -43,7 +46,7 @@ def accuracy(net: nn.Module, part: Part) -> float:
 
 
 def run(seed: int, epochs: int, lr: float) -> dict[str, tuple[float, float]]:
-    """Return (points forgotten, target accuracy) by method, data of the memory, and draws."""
+    """Return (points forgotten, target accuracy) by method, data of the memory, what is drawn, and draws."""
     torch.manual_seed(seed)
     source, target = parts(None), parts(seed + 50)
     net = mlp(128)
@@ -52,27 +55,27 @@ def run(seed: int, epochs: int, lr: float) -> dict[str, tuple[float, float]]:
     results = {}
     for name, options in METHODS.items():
         for data, part in (("training", source[0]), ("held out", source[1])):
-            for draws in (1, 20):
-                if name == "fine-tuning" and (data, draws) != ("training", 1):
+            for labels, draws in itertools.product(("sampled", "signs"), (1, 4, 20)):
+                if name == "fine-tuning" and (data, labels, draws) != ("training", "sampled", 1):
                     continue
                 learning = copy.deepcopy(net)
-                more = {} if name == "fine-tuning" else {"draws": draws}
+                more = {} if name == "fine-tuning" else {"labels": labels, "draws": draws}
                 memory = xkfac.consolidate(learning, batches(*part, 32, 5), **options, **more)
                 learner = xkfac.Learner(learning, memory)
                 learner.begin(batches(*target[0], 32, 5))
                 train(learning, *target[0], epochs, seed + 1, lr, learner)
                 learner.close()
-                key = name if name == "fine-tuning" else f"{name} | {data} | {draws}"
+                key = name if name == "fine-tuning" else f"{name} | {data} | {labels} | {draws}"
                 results[key] = before - accuracy(learning, source[2]), accuracy(learning, target[2])
     return results
 
 
 def table(runs: list[dict[str, tuple[float, float]]]) -> str:
-    lines = ["| method | memory from | draws | forgotten | target |", "|---|---|---|---|---|"]
+    lines = ["| method | memory from | drawn | draws | forgotten | target |", "|---|---|---|---|---|---|"]
     for key in runs[0]:
         cells = [[one[key][place] for one in runs] for place in (0, 1)]
         shown = " | ".join(f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}" for values in cells)
-        lines.append(f"| {key if '|' in key else key + ' | | '} | {shown} |")
+        lines.append(f"| {key if '|' in key else key + ' | | | '} | {shown} |")
     return "\n".join(lines)
 
 

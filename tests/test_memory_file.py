@@ -248,7 +248,7 @@ def test_a_users_own_likelihood_is_named_and_asked_for_again(tmp_path, likelihoo
     memory.save(tmp_path / "memory")
     loaded = Memory.load(tmp_path / "memory", net)
     sentence = f"likelihood '{likelihood.name}', which its file cannot hold; pass likelihood=... again"
-    for labels in ("sampled", "empirical", "exact"):
+    for labels in ("signs", "sampled", "empirical", "exact"):
         method = xkfac.Method("xkfac", xkfac.Settings(labels=labels))
         with pytest.raises(xkfac.XkfacError, match=sentence):
             learn(net, dataclasses.replace(loaded, method=method), second)

@@ -31,7 +31,7 @@ def test_the_table_names_its_methods():
 
 def test_xkfac_is_the_papers_method_in_the_mean_form():
     method = METHODS["xkfac"]
-    assert method.settings == Settings("xkfac", "mean", "paper", "sampled", None, "batch", False)
+    assert method.settings == Settings("xkfac", "mean", "paper", "signs", None, "batch", False)
     assert (method.interpretation, method.recentre, method.merge, method.per_parameter) == ("brn", True, True, False)
     assert (method.penalised, method.fixed_bn) == (True, False)
 
@@ -140,7 +140,7 @@ def test_what_is_no_option_is_refused_with_all_that_are(name):
         ("kind", "hessian", "kind is 'hessian'; it must be one of xkfac, kfac, diagonal, corrected"),
         ("form", "papers", "form is 'papers' \\(did you mean 'paper'\\?\\); it must be one of paper, mean"),
         ("grouping", "none", "grouping is 'none'; it must be one of paper, pooled, hierarchical"),
-        ("labels", "true", "labels is 'true'; it must be one of sampled, exact, empirical"),
+        ("labels", "true", "labels is 'true'; it must be one of signs, sampled, exact, empirical"),
         ("statistics", "running", "statistics is 'running'; it must be one of batch, population"),
         ("draws", 0, "draws must be at least 1, not 0"),
         ("recentre", "no", "recentre is 'no'; it must be true or false"),
@@ -177,7 +177,7 @@ def test_bad_values_are_refused(option, value, sentence):
         ("ewc", {"kind": "kfac"}, "per_parameter=True penalises every parameter by itself, which has no kfac factors"),
         ("fine-tuning", {"form": "paper"}, "penalised=False has no curvature, so its options have no effect"),
         ("fine-tuning", {"merge": False}, "penalised=False has no curvature, so its options have no effect"),
-        ("xkfac", {"labels": "exact", "draws": 2}, "draws=2 goes with labels='sampled', not 'exact'"),
+        ("xkfac", {"labels": "exact", "draws": 2}, "draws=2 goes with labels='signs' or 'sampled', not 'exact'"),
         ("diagonal", {"cross_layer": True}, "cross_layer goes with kind 'xkfac' or 'kfac', not 'diagonal'"),
         ("corrected", {"cross_layer": True}, "cross_layer goes with kind 'xkfac' or 'kfac', not 'corrected'"),
     ],

@@ -1,5 +1,6 @@
 """The estimator against brute force: factors, the exact Fisher, unbiasedness, and what the curvature must equal."""
 
+import itertools
 import math
 
 import numpy
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xkfac
 from tests import oracles
 from xkfac.curvature.blocks import Corrected, Diagonal
+from xkfac.model import likelihood
 
 CLASSES = 3
 
@@ -117,6 +119,22 @@ def test_exact_factors_equal_brute_force(name):
             torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
         closed = oracles.xkfac(a, a_prime, h_prime, h_second, size)
         torch.testing.assert_close(paper.blocks[str(layer)].dense(), closed, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["xkfac", "kfac", "diagonal", "corrected"])
+@pytest.mark.parametrize("name", ["linear", "conv", "lone BN"])
+def test_all_random_signs_together_are_the_exact_expectation(name, kind, monkeypatch):
+    """Every pattern of signs once: inter-example terms and all, since those of different examples cancel."""
+    net, (batch,), _, _ = case(name, sizes=(2,))
+    classes = net(batch).shape[1]
+    # Twice each, one after the other, because every second draw takes the other half of the positions for H'.
+    patterns = [p for p in itertools.product((-1.0, 1.0), repeat=2 * classes) for _ in range(2)]
+    rows = iter(patterns * (2 if kind == "corrected" else 1))
+    monkeypatch.setattr(likelihood, "random_signs", lambda like, generator: like.new_tensor(next(rows)).view_as(like))
+    form = {"form": "paper"} if kind == "xkfac" else {}
+    found = xkfac.estimate(net, [batch], kind, labels="signs", draws=len(patterns), **form).curvature
+    for unit, block in exact(net, [batch], kind=kind).blocks.items():
+        torch.testing.assert_close(found.blocks[unit].dense(), block.dense(), atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -123,7 +123,8 @@ def test_several_draws_are_their_mean():
         def sample(self, output, generator):
             return next(labels)
 
-    fixed = xkfac.estimate(model, [x], "diagonal", draws=3, likelihood=Fixed()).curvature.blocks["0"].values
+    options = {"labels": "sampled", "draws": 3, "likelihood": Fixed()}
+    fixed = xkfac.estimate(model, [x], "diagonal", **options).curvature.blocks["0"].values
     single = [
         xkfac.estimate(model, [(x, torch.full((6,), c))], "diagonal", labels="empirical").curvature.blocks["0"].values
         for c in range(3)
@@ -214,10 +215,10 @@ def test_gradient_checkpointing_inside_the_model():
         ),
         ({"form": "means"}, r"form is 'means' \(did you mean 'mean'\?\); it must be one of paper, mean"),
         ({"grouping": "all"}, "grouping is 'all'; it must be one of paper, pooled, hierarchical"),
-        ({"labels": "true"}, "labels is 'true'; it must be one of sampled, exact, empirical"),
+        ({"labels": "true"}, "labels is 'true'; it must be one of signs, sampled, exact, empirical"),
         ({"statistics": "running"}, "statistics is 'running'; it must be one of batch, population"),
         ({"draws": 0}, "draws must be at least 1, not 0"),
-        ({"draws": 2, "labels": "exact"}, "draws=2 goes with labels='sampled', not 'exact'"),
+        ({"draws": 2, "labels": "exact"}, "draws=2 goes with labels='signs' or 'sampled', not 'exact'"),
         ({"kind": "diagonal", "cross_layer": True}, "cross_layer goes with kind 'xkfac' or 'kfac', not 'diagonal'"),
         ({"max_batches": 0}, "max_batches must be at least 1, not 0"),
         ({"labels": "empirical"}, "labels='empirical' needs the true labels"),

@@ -1,11 +1,23 @@
 """Likelihoods: scores by differentiation, roots by the definition of the Fisher, draws by their frequencies."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import xkfac
-from xkfac.model.likelihood import LIKELIHOODS, Bernoulli, Categorical, Gaussian, Likelihood, get_likelihood
+from xkfac.model import likelihood as module
+from xkfac.model.likelihood import (
+    LIKELIHOODS,
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    get_likelihood,
+    random_signs,
+)
 
 CASES = {
     "categorical": (Categorical(), (3, 4)),
@@ -45,6 +57,41 @@ def test_root_and_draws_give_the_fisher_of_the_output(name):
     assert scores.mean(0).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_random_roots_have_the_fisher_of_the_output_over_all_signs(name, monkeypatch):
+    likelihood, shape = CASES[name]
+    output = torch.randn(shape).double()
+    roots = torch.stack([root.flatten(1) if root.dim() > 1 else root[:, None] for root in likelihood.root(output)])
+    patterns = list(itertools.product((-1.0, 1.0), repeat=math.prod(shape[1:])))
+    found = []
+    for pattern in patterns:
+        signs = torch.tensor(pattern).double().reshape(shape[1:]).expand(shape)
+        monkeypatch.setattr(module, "random_signs", lambda like, generator, signs=signs: signs)
+        found.append(likelihood.random_root(output, generator()).reshape(shape[0], -1))
+    vectors = torch.stack(found)
+    torch.testing.assert_close(vectors.mean(0), torch.zeros_like(vectors[0]))
+    fisher = torch.einsum("kni,knj->nij", roots, roots)
+    torch.testing.assert_close(torch.einsum("kni,knj->nij", vectors, vectors) / len(patterns), fisher)
+
+
+def test_random_signs_are_independent_and_fair():
+    signs = random_signs(torch.empty(2000, 5, dtype=torch.float64), generator())
+    assert signs.unique().tolist() == [-1, 1]
+    moments = signs.T @ signs / 2000
+    assert (moments - torch.eye(5)).abs().max() < 0.1
+    assert signs.mean(0).abs().max() < 0.1
+
+
+def test_random_roots_are_as_large_where_the_network_is_sure():
+    """Nearly all labels that a sure network draws have a tiny score, and a few have a huge one."""
+    output, draws, rng = torch.tensor([[8.0, 0.0, 0.0]]).double().expand(4000, 3), 4000, generator()
+    likelihood = Categorical()
+    scores = likelihood.score(output, likelihood.sample(output, rng)).square().sum(1)
+    roots = likelihood.random_root(output, rng).square().sum(1)
+    assert roots.var() < 1e-2 * scores.var()
+    assert abs(roots.mean() - scores.mean()) < 5 * (scores.var() / draws).sqrt()
+
+
 def test_root_of_the_categorical_is_its_hessian():
     """For a softmax the Fisher of the logits is the Hessian of the loss, whatever the label."""
     output = torch.randn(1, 5).double()
@@ -57,6 +104,7 @@ def test_sampling_leaves_the_global_random_state_alone():
     before = torch.get_rng_state()
     for likelihood, shape in CASES.values():
         likelihood.sample(torch.randn(shape, generator=generator()), generator())
+        likelihood.random_root(torch.randn(shape, generator=generator()), generator())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -98,6 +146,8 @@ def test_a_user_s_likelihood_needs_a_sample_and_a_loss_only():
     net, x = nn.Linear(3, 2).double(), torch.randn(4, 3).double()
     rate = net(x).exp().detach()
     estimate = xkfac.estimate(net, [x], "diagonal", likelihood=Poisson(), draws=4000).curvature
+    drawn = xkfac.estimate(net, [x], "diagonal", likelihood=Poisson(), labels="sampled", draws=4000).curvature
+    assert torch.equal(*(next(iter(one.blocks.values())).values for one in (estimate, drawn)))
     ones = torch.cat([x, torch.ones(4, 1).double()], 1)
     (unit,) = estimate.blocks.values()
     expected = torch.einsum("nc,nd->cd", rate, ones.square()) / 4

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import xkfac
 from tests.helpers.setups import data, mlp
-from xkfac.curvature import labels, operator
+from xkfac.curvature import operator
 from xkfac.model import streams
 
 
@@ -69,7 +69,6 @@ def test_no_more_is_taken_from_an_endless_stream_than_asked_for():
 def few_draws(monkeypatch, enough):
     """Let so many draws be enough."""
     monkeypatch.setattr(operator, "ENOUGH_DRAWS", enough)
-    monkeypatch.setattr(labels, "ENOUGH_DRAWS", enough)
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 9])
@@ -155,6 +154,6 @@ def test_a_length_that_is_wrong_is_told():
     with pytest.warns(xkfac.XkfacWarning) as caught:
         xkfac.consolidate(mlp(), Wrong(data(3)), "xkfac")
     assert str(caught[0].message) == (
-        "the loader gave 3 batches, which is not the length that it said, so labels were drawn 6 times per batch and "
-        "not 32 times; correct its length, or pass draws=32"
+        "the loader gave 3 batches, which is not the length that it said, so there were 6 draws per batch and not 32; "
+        "correct its length, or pass draws=32"
     )

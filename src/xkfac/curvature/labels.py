@@ -1,6 +1,6 @@
-"""Where backward passes begin: gradients of losses with respect to the output, for labels drawn, given, or all.
+"""Where backward passes begin: vectors at the output, random, of labels that are drawn or given, or all there are.
 
-Also here: how many labels are drawn per batch.
+Also here: how many are drawn per batch.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from xkfac.curvature.moments import Draw
-from xkfac.curvature.operator import ENOUGH_DRAWS, Labels, Settings
+from xkfac.curvature.operator import DRAWN, Labels, Settings
 from xkfac.curvature.processes import Processes
 from xkfac.errors import XkfacError, XkfacWarning
 from xkfac.model.batches import labels_of
@@ -60,12 +60,12 @@ class Cotangents:
         self.generator.manual_seed(int.from_bytes(digest, "big"))
 
     def of(self, output: Tensor, batch: Any) -> Iterator[tuple[Tensor, Draw, bool]]:
-        """Yield gradients of losses with respect to the output, what each stands for, and whether more may follow."""
+        """Yield what backward passes begin with at the output, what each stands for, and whether more may follow."""
         scale = 1 / self.likelihood.predictions(output)
-        if self.labels == "sampled":
+        if self.labels in DRAWN:
             for place in range(self.draws):
-                score = self.likelihood.score(output, self.likelihood.sample(output, self.generator))
-                yield score, Draw(scale / self.draws, place, self.draws), place + 1 < self.draws
+                draw = Draw(scale / self.draws, place, self.draws)
+                yield self._drawn(output), draw, place + 1 < self.draws
         elif self.labels == "empirical":
             yield self.likelihood.score(output, self._given(output, batch)), Draw(scale), False
         else:
@@ -74,6 +74,11 @@ class Cotangents:
                     one = torch.zeros_like(root)
                     one[example] = root[example]
                     yield one.to(output.dtype), Draw(scale), True
+
+    def _drawn(self, output: Tensor) -> Tensor:
+        if self.labels == "signs":
+            return self.likelihood.random_root(output, self.generator)
+        return self.likelihood.score(output, self.likelihood.sample(output, self.generator))
 
     def check(self, batch: Any) -> None:
         """Raise XkfacError for true labels that the likelihood cannot have, from the second batch of a shape on.
@@ -114,7 +119,8 @@ class Draws:
         """
         if not self.settings.draws_are_open:
             return loader
-        most = ENOUGH_DRAWS if max_batches is None else min(max_batches, ENOUGH_DRAWS)
+        enough = self.settings.enough_draws
+        most = enough if max_batches is None else min(max_batches, enough)
         count, error = None, None
         try:
             loader, count = counted(loader, most)
@@ -147,8 +153,8 @@ class Draws:
             )
         if self.processes is None or self.processes.rank == 0:
             warnings.warn(
-                f"the loader gave {count} batches, which is not the length that it said, so labels were drawn "
-                f"{self.per_batch} times per batch and not {right} times; correct its length, or pass draws={right}",
+                f"the loader gave {count} batches, which is not the length that it said, so there were "
+                f"{self.per_batch} draws per batch and not {right}; correct its length, or pass draws={right}",
                 XkfacWarning,
                 stacklevel=2,
             )

@@ -18,9 +18,11 @@ from xkfac.model.passes import Statistics
 from xkfac.plain_values import Positive, check_fields
 
 CurvatureKind = Literal["xkfac", "kfac", "diagonal", "corrected"]
-Labels = Literal["sampled", "exact", "empirical"]
+Labels = Literal["signs", "sampled", "exact", "empirical"]
 
-ENOUGH_DRAWS = 512
+DRAWN = ("signs", "sampled")
+ENOUGH_DRAWS = 512  # in a pass, where a draw is one sample of a factor
+ENOUGH_DRAWS_OF_EXAMPLES = 128  # where every example of a draw is one
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class Settings:
     kind: `xkfac` or `kfac` factors, the `diagonal` (EWC, from batch gradients), or `corrected`: the Fisher's exact
         variances in a Kronecker eigenbasis (two passes over the data).
     form, grouping: which XK-FAC (see `curvature.moments`): the paper's, or `mean`, and `pooled`, `hierarchical`.
-    labels: `sampled` from the model (unbiased, one backward pass per draw); `exact`, all examples and classes (for
-        tests and tiny networks); `empirical`, the true labels, which is biased: it is no Fisher, and it vanishes as a
-        network fits its training data.
-    draws: label draws per batch, each a backward pass; None for as many as make `ENOUGH_DRAWS` in all, up to 32 per
-        batch. H'' gets one sample per draw: its rank is at most their number.
+    labels: where backward passes begin. `signs`: the root of the output's Fisher times random signs, so that no label
+        is drawn; `sampled`: labels drawn from the model, as unbiased, with more noise the surer the network is;
+        `exact`, all examples and classes (for tests and tiny networks); `empirical`, the true labels, which is biased:
+        it is no Fisher, and it vanishes as a network fits its training data.
+    draws: of signs or labels per batch, each a backward pass. None for as many as make `ENOUGH_DRAWS` in all, or
+        `ENOUGH_DRAWS_OF_EXAMPLES` of signs where every example is a sample, up to 32 per batch. H'' gets one sample per
+        draw: its rank is at most their number.
     statistics: `batch`, BN normalises with the mini-batch's; `population`, with the running ones.
     cross_layer: blocks between all pairs of linear units too, as a Khatri-Rao product.
     """
@@ -42,15 +46,15 @@ class Settings:
     kind: CurvatureKind = "xkfac"
     form: Form = "mean"
     grouping: Grouping = "paper"
-    labels: Labels = "sampled"
+    labels: Labels = "signs"
     draws: Positive | None = None
     statistics: Statistics = "batch"
     cross_layer: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, XkfacError)
-        if self.draws is not None and self.labels != "sampled":
-            raise XkfacError(f"draws={self.draws} goes with labels='sampled', not '{self.labels}'")
+        if self.draws is not None and self.labels not in DRAWN:
+            raise XkfacError(f"draws={self.draws} goes with labels='signs' or 'sampled', not '{self.labels}'")
         for name in ("form", "grouping"):
             if self.kind != "xkfac" and getattr(self, name) != getattr(type(self), name):
                 raise XkfacError(f"{name}={getattr(self, name)!r} has no effect on kind '{self.kind}'; leave it out")
@@ -60,13 +64,19 @@ class Settings:
     @property
     def draws_are_open(self) -> bool:
         """Whether the number of batches decides on the number of draws."""
-        return self.draws is None and self.labels == "sampled"
+        return self.draws is None and self.labels in DRAWN
+
+    @property
+    def enough_draws(self) -> int:
+        """How many draws a pass needs, over all batches: fewer of signs where no factor is of whole batches."""
+        of_examples = self.kind == "kfac" or (self.kind == "xkfac" and self.within_examples)
+        return ENOUGH_DRAWS_OF_EXAMPLES if of_examples and self.labels == "signs" else ENOUGH_DRAWS
 
     def draws_over(self, count: int) -> int:
         """Return the draws per batch for a pass over `count` batches."""
         if not self.draws_are_open:
             return self.draws or 1
-        return min(math.ceil(ENOUGH_DRAWS / max(count, 1)), 32)
+        return min(math.ceil(self.enough_draws / max(count, 1)), 32)
 
     @property
     def levels(self) -> tuple[Level, ...]:

@@ -1,4 +1,4 @@
-"""What a model's output means: draw labels, negative log likelihood, and the root of the output's Fisher.
+"""What a model's output means: draw labels, negative log likelihood, and the roots of the output's Fisher.
 
 The loss of an example is L_n = -log p(y_n | output_n). Where an example has several predictions (the pixels of a
 segmentation), L_n is their mean, as the usual losses take it.
@@ -18,7 +18,8 @@ from xkfac.errors import XkfacError
 class Likelihood(ABC):
     """The distribution of labels given a model's output [N, ...]; subclass it for one of your own.
 
-    `sample` and `nll` are enough. `root` serves the exact Fisher, `score` may replace automatic differentiation.
+    `sample` and `nll` are enough. `root` serves the exact Fisher, `random_root` an estimate with less noise than labels
+    that are drawn, and `score` may replace automatic differentiation.
     """
 
     name: str = "custom"
@@ -52,6 +53,13 @@ class Likelihood(ABC):
             leaf = output.detach().requires_grad_()
             (gradient,) = torch.autograd.grad(self.nll(leaf, labels).sum(), leaf)
         return gradient
+
+    def random_root(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """Return random v, shaped as `output`, of mean zero, with E[v v^T] the Fisher of each example's output.
+
+        Examples are independent of each other. Unless a subclass knows better, v is the score of labels that are drawn.
+        """
+        return self.score(output, self.sample(output, generator))
 
     def root(self, output: Tensor) -> Iterator[Tensor]:
         """Yield v_k, shaped as `output`, with sum_k v_k v_k^T the Fisher of each example's output."""
@@ -116,6 +124,12 @@ class Categorical(Likelihood):
         labels = labels.long().unsqueeze(1)
         return score.scatter_add_(1, labels, score.new_full((), -1.0).expand(labels.shape)).to(output.dtype)
 
+    def random_root(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """Return sum_c z_c sqrt(p_c) (p - e_c) with random signs z_c: never huge, unlike the score of a rare label."""
+        p = self._flat(output.detach()).softmax(1)
+        signed = p.sqrt() * random_signs(p, generator)
+        return (p * signed.sum(1, keepdim=True) - signed).to(output.dtype)
+
     def root(self, output: Tensor) -> Iterator[Tensor]:
         """Yield sqrt(p_c) (p - e_c) for every class c, position by position."""
         logits = self._flat(output.detach())
@@ -167,6 +181,11 @@ class Bernoulli(Likelihood):
         """Return sigmoid(output) - labels."""
         return output.detach().sigmoid() - labels.to(output.dtype)
 
+    def random_root(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """Return sqrt(p (1 - p)) with random signs."""
+        p = output.detach().sigmoid()
+        return (p * (1 - p)).sqrt() * random_signs(p, generator)
+
     def root(self, output: Tensor) -> Iterator[Tensor]:
         """Yield sqrt(p (1 - p)) along every output."""
         p = output.detach().sigmoid()
@@ -209,9 +228,18 @@ class Gaussian(Likelihood):
         score: Tensor = (output.detach() - labels) / self.variance
         return score
 
+    def random_root(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """Return 1 / sqrt(variance) with random signs."""
+        return random_signs(output.detach(), generator) / self.variance**0.5
+
     def root(self, output: Tensor) -> Iterator[Tensor]:
         """Yield 1 / sqrt(variance) along every output."""
         yield from _axes(torch.full_like(output.detach(), self.variance**-0.5))
+
+
+def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Return +1 and -1, each with probability one half, shaped as `like`."""
+    return torch.empty_like(like).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
 
 
 def _check_shape(labels: Tensor, expected: torch.Size, output: torch.Size, name: str) -> None:
