@@ -3,22 +3,22 @@
     python benchmarks/draws.py [--output results/draws]
 
 A small convolutional network with BN, trained on digits. The gradient factors of its three convolutions, in the
-hierarchical grouping, are estimated from B batches of 32 examples with K draws each, many times over, and compared with
-the exact ones of all batches: all examples and classes, by as many backward passes. Errors are in the Frobenius norm,
-relative to the exact factor, averaged over the three units: of H' and H'' as they are estimated; of H' from all
-positions of every draw; of H' where it stands in the place of H'', as in K-FAC; and of H'' shrunk towards a target of
-the same trace, H' or the identity, by an intensity that is estimated from the draws themselves as Ledoit and Wolf do,
-or the best there is.
+hierarchical grouping, are estimated from B batches of 32 examples with K draws each, of labels or of random signs, many
+times over, and compared with the exact ones of all batches: all examples and classes, by as many backward passes.
+Errors are in the Frobenius norm, relative to the exact factor, averaged over the three units: of H' and H'' as they are
+estimated; of H' from all positions of every draw; of H' where it stands in the place of H'', as in K-FAC; and of H''
+shrunk towards a target of the same trace, H' or the identity, by an intensity that is estimated from the draws
+themselves as Ledoit and Wolf do, or the best there is.
 Zero draws are one backward pass per class, in which all examples have that label, as some libraries do it by default.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from common import batches, digits, keep, provenance, train
@@ -28,6 +28,7 @@ from xkfac.curvature.moments import Draw
 from xkfac.model.likelihood import Categorical
 
 PLANS = [(1, 8), (1, 32), (2, 32), (4, 1), (4, 8), (16, 0), (16, 1), (16, 8), (16, 32), (64, 8)]
+DRAWN = ("labels", "signs")
 REPEATS = 20
 
 
@@ -54,11 +55,15 @@ def gradients(net: nn.Module, x: Tensor, cotangents: Callable[[Tensor], Tensor])
     return [g.flatten(3).transpose(2, 3).detach() for g in many]
 
 
-def drawn(count: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+def drawn(what: str, count: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
     likelihood = Categorical()
-    return lambda logits: torch.stack(
-        [likelihood.score(logits, likelihood.sample(logits, generator)) for _ in range(count)]
-    )
+
+    def one(logits: Tensor) -> Tensor:
+        if what == "signs":
+            return likelihood.random_root(logits, generator)
+        return likelihood.score(logits, likelihood.sample(logits, generator))
+
+    return lambda logits: torch.stack([one(logits) for _ in range(count)])
 
 
 def classes(logits: Tensor) -> Tensor:
@@ -86,11 +91,13 @@ def shrunk(vectors: Tensor, exact: Tensor, target: Tensor) -> dict[str, Tensor]:
     return {"estimated": found + intensity * (target - found), "best": found + best * (target - found)}
 
 
-def errors_of(net: nn.Module, data: list[Tensor], draws: int, exact: list[tuple[Tensor, Tensor]], seed: int) -> Any:
+def errors_of(
+    net: nn.Module, data: list[Tensor], what: str, draws: int, exact: list[tuple[Tensor, Tensor]], seed: int
+) -> dict[str, float]:
     """Return the errors of one estimate from some batches, by name, each the mean over the units."""
     generator = torch.Generator().manual_seed(seed)
     examples = sum(len(x) for x in data)
-    samples = [gradients(net, x, drawn(draws, generator) if draws else classes) for x in data]
+    samples = [gradients(net, x, drawn(what, draws, generator) if draws else classes) for x in data]
     passes = draws or 1  # those of all classes add up to one draw
     found: dict[str, list[float]] = {}
     for unit, (fine, coarse) in enumerate(exact):
@@ -142,13 +149,17 @@ def main() -> None:
         found = [(square(g) / examples, square(g.sum((1, 2))) / examples) for g in gradients(net, x, every)]
         exact = found if not exact else [(a + c, b + d) for (a, b), (c, d) in zip(exact, found, strict=True)]
     results: dict[str, dict[str, float]] = {}
-    for count, draws in options.plans:
+    for (count, draws), what in itertools.product(options.plans, DRAWN):
+        if not draws and what != DRAWN[0]:
+            continue
         rows = []
         for repeat in range(options.repeats):
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(repeat)).tolist()
             chosen = [data[order[k % len(data)]] for k in range(count)]
-            rows.append(errors_of(net, chosen, draws, exact, repeat))
-        results[f"{count} x {draws}"] = {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
+            rows.append(errors_of(net, chosen, what, draws, exact, repeat))
+        results[f"{count} x {draws} {what}" if draws else f"{count} x all classes"] = {
+            name: statistics.mean(row[name] for row in rows) for name in rows[0]
+        }
     names = list(next(iter(results.values())))
     lines = [f"| batches x draws | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
     lines += [f"| {plan} | {' | '.join(f'{row[n]:.3f}' for n in names)} |" for plan, row in results.items()]

@@ -230,7 +230,7 @@ class Gaussian(Likelihood):
 
     def random_root(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """Return 1 / sqrt(variance) with random signs."""
-        return random_signs(output.detach(), generator) / self.variance**0.5
+        return random_signs(output.detach(), generator).div_(self.variance**0.5)
 
     def root(self, output: Tensor) -> Iterator[Tensor]:
         """Yield 1 / sqrt(variance) along every output."""
@@ -239,7 +239,8 @@ class Gaussian(Likelihood):
 
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
     """Return +1 and -1, each with probability one half, shaped as `like`."""
-    return torch.empty_like(like).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    signs: Tensor = torch.empty_like(like).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    return signs
 
 
 def _check_shape(labels: Tensor, expected: torch.Size, output: torch.Size, name: str) -> None:
