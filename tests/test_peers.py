@@ -106,6 +106,31 @@ def test_ratios_are_medians_over_the_plain_pass(monkeypatch):
     assert ratios == {"a": 3.0}
 
 
+def test_a_batch_of_a_pass_is_timed_from_one_that_is_asked_for_to_the_next(conduct, monkeypatch):
+    nets, turns = importlib.import_module("nets"), importlib.import_module("turns")
+    now = [0.0]
+    monkeypatch.setattr(nets.time, "process_time", lambda: now[0])
+
+    class Slow(conduct.Peer):
+        def curvature(self, net, data):
+            next(iter(data))  # a look at the first batch, which is no pass
+            for cost in (2.0, 0.5):  # two passes, whose first batch takes longer
+                for index, _ in enumerate(list(data) if self.ahead else data):
+                    now[0] += cost + (5.0 if index == 0 else 0.0)
+            now[0] += 100.0
+
+    batch = torch.zeros(2, 3), torch.zeros(2)
+    for ahead in (False, True):
+        peer = Slow()
+        peer.ahead = ahead
+        each, whole = turns.seconds_of(turns.Stand(peer, nets.Case(torch.nn.Linear(1, 1), *batch)), batch, 4)
+        assert (each, whole) == (2.5, 4 * 2.5 + 2 * 5.0 + 100.0)
+
+
+def test_the_row_of_our_default_has_the_draws_of_our_default(conduct):
+    assert conduct.PEERS["xkfac-default"].options["draws"] == xkfac.METHODS["fixed-bn"].settings.draws_over(16)
+
+
 def test_the_page_takes_new_tables_between_its_marks(tmp_path):
     pytest.importorskip("matplotlib")
     spec = importlib.util.spec_from_file_location("peers_main", FOLDER / "__main__.py")

@@ -31,7 +31,6 @@ class Xkfac(Peer):
     def __init__(self, row: str, **options: Any) -> None:
         self.row = row
         self.options = {"method": "xkfac", "draws": 1, **options}
-        self.once = self.options["draws"] is None
         # An interval that adapts needs some evaluations for its length; with implicit steps it is fixed.
         self.implicit = self.options["method"] == "fixed-bn"
         self.warm_up = 1 if self.implicit else 3 * self.cycle
@@ -328,6 +327,7 @@ class Avalanche(Peer):
 
     package = "avalanche-lib"
     row = "EWC"
+    ahead = True
 
     def curvature(self, net: nn.Module, data: Batches) -> Any:  # noqa: D102
         from avalanche.training.plugins import EWCPlugin
@@ -374,6 +374,7 @@ class Kronfluence(Peer):
 
     package = "kronfluence"
     row = "K-FAC, one draw, BN in evaluation mode"
+    ahead = True
 
     def curvature(self, net: nn.Module, data: Batches) -> Any:  # noqa: D102
         from kronfluence.analyzer import Analyzer, prepare_model
@@ -418,7 +419,7 @@ def _rows() -> dict[str, Peer]:
         "xkfac": Xkfac("XK-FAC, one draw"),
         "xkfac-fixed": Xkfac("fixed BN, hierarchical: the default method, one draw", method="fixed-bn"),
         "xkfac-8": Xkfac("XK-FAC, 8 draws", draws=8),
-        "xkfac-default": Xkfac("fixed BN, default: 512 draws, at most 32 per batch", method="fixed-bn", draws=None),
+        "xkfac-default": Xkfac("fixed BN, default over 16 batches: 8 draws", method="fixed-bn", draws=8),
         "xkfac-kfac": Xkfac("K-FAC, one draw", method="kfac"),
         "xkfac-ewc": Xkfac("EWC, one draw", method="ewc"),
         "asdl": Asdl(),

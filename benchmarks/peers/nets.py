@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,6 +41,28 @@ class Batches(DataLoader):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
         """Return the batches."""
         return (tuple(tensor.detach() for tensor in self.batch) for _ in range(len(self)))
+
+
+class Timed(Batches):
+    """Batches that note the processor's time when each is asked for and when there are no more."""
+
+    def __init__(self, batch: tuple[Tensor, Tensor], count: int) -> None:
+        super().__init__(batch, count)
+        self._asked: list[list[float]] = []  # by iteration
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the batches."""
+        times: list[float] = []
+        self._asked.append(times)
+        for batch in super().__iter__():
+            times.append(time.process_time())
+            yield batch
+        times.append(time.process_time())
+
+    def seconds(self) -> float:
+        """Return what one batch took after the first: the median of each iteration that was not broken off, summed."""
+        whole = [times for times in self._asked if len(times) > len(self)]
+        return sum(statistics.median(b - a for a, b in pairwise(times[1:])) for times in whole)
 
 
 class Residual(nn.Module):

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from adapters import PEERS
 from interface import AbsentError, Peer
-from nets import Batches, Case, build, perceptron
+from nets import Batches, Case, Timed, build, perceptron
+from torch import Tensor
 from torch.nn import functional as F
 
-# Passes of one batch and of so many more take so many turns.
-MORE = {"mlp": 16, "resnet18-32px": 2, "resnet18-64px": 2, "resnet50-64px": 2}
+# Passes of so many batches take so many turns.
+BATCHES = {"mlp": 17, "resnet18-32px": 4, "resnet18-64px": 4, "resnet50-64px": 4}
 TURNS = {"mlp": 16, "resnet18-32px": 2, "resnet18-64px": 2, "resnet50-64px": 2}
 LARGE = ("resnet18-64px", "resnet50-64px")
 WEIGHT_NOISE = 1e-4
@@ -144,21 +145,35 @@ def started(key: str, case: Case) -> Stand:
 
 
 def passes(stands: dict[str, Stand], case: Case, name: str, turns: int) -> None:
-    """Measure a batch more in a pass, and what a pass costs beside its batches, from passes of two lengths."""
-    batch, more = (case.inputs, case.labels), MORE[name]
+    """Measure a batch in a pass, and what a pass costs beside its batches."""
+    batch, count = (case.inputs, case.labels), BATCHES[name]
     quick = {key: stand for key, stand in stands.items() if name == "mlp" or not stand.peer.once}
-    works = {
-        f"{kind} {key}": partial(stand.peer.curvature, stand.case.net, Batches(batch, count))
-        for key, stand in quick.items()
-        for kind, count in (("short", 1), ("long", 1 + more))
-    }
-    ratios, plain = in_turns(works, partial(plain_pass, case), turns)
+    seconds: dict[str, list[tuple[float, float]]] = {key: [] for key in quick}
+
+    def pass_of(key: str) -> None:
+        seconds[key].append(seconds_of(quick[key], batch, count))
+
+    plain = in_turns({key: partial(pass_of, key) for key in quick}, partial(plain_pass, case), turns)[1]
     for key, stand in stands.items():
         if key in quick:
-            stand.row.curvature = (ratios[f"long {key}"] - ratios[f"short {key}"]) / more
-            stand.row.fixed = ratios[f"short {key}"] - stand.row.curvature
+            each, whole = (statistics.median(column) / plain for column in zip(*seconds[key], strict=True))
+            stand.row.curvature, stand.row.fixed = each, whole - count * each
         else:
             stand.row.curvature = stand.first / plain
+
+
+def seconds_of(stand: Stand, batch: tuple[Tensor, Tensor], count: int) -> tuple[float, float]:
+    """Return the seconds of a batch in a pass, and those of the pass.
+
+    They are taken from one batch that is asked for to the next; where all are asked for before the work, from a pass of
+    one batch beside.
+    """
+    data = Timed(batch, count)
+    whole = clocked(partial(stand.peer.curvature, stand.case.net, data))
+    if not stand.peer.ahead:
+        return data.seconds(), whole
+    single = clocked(partial(stand.peer.curvature, stand.case.net, Batches(batch)))
+    return (whole - single) / (count - 1), whole
 
 
 def steps(stands: dict[str, Stand], case: Case, turns: int) -> None:
