@@ -200,8 +200,10 @@ def moments(source: nn.Sequential, new: Examples) -> dict[str, float]:
     return {**found, "loss": F.cross_entropy(x, y).item()}
 
 
-def consolidated(net: nn.Module, held_out: list[Examples], curvature: str, bn: str, seed: int) -> xkfac.Memory:
-    options = dict(CURVATURES[curvature])
+def consolidated(
+    net: nn.Module, held_out: list[Examples], curvature: str, bn: str, seed: int, labels: str = "signs"
+) -> xkfac.Memory:
+    options = dict(CURVATURES[curvature]) | {"labels": labels}
     method = options.pop("method")
     if bn in ("fixed", "own"):
         options |= {"statistics": "population", "interpretation": "eval", "recentre": False, f"{bn}_bn": True}
@@ -252,6 +254,7 @@ class Case:
     calibrated: tuple[str, ...] = ()
     test: int = 10000
     pixels: int = 32
+    labels: str = "signs"
 
     def images_of(self, name: str) -> tuple[Examples, Examples]:
         """Return training and test images of a set."""
@@ -302,7 +305,7 @@ def curve(case: Case, weights: dict[str, Tensor], curvature: str, bn: str) -> li
     source = network().to(case.device)
     source.load_state_dict(weights)
     held_out = list(batches(kept, case.seed, min(BATCH, len(kept[1]))))[:60]
-    memory = consolidated(source, held_out, curvature, bn, case.seed)
+    memory = consolidated(source, held_out, curvature, bn, case.seed, case.labels)
     if f"{curvature}/{bn}" in case.calibrated:
         memory = xkfac.calibrate(source, memory, held_out, seed=case.seed)
     # None is the calibrated strength, which steps that are implicit raise where they would leave the radius.
@@ -375,12 +378,13 @@ def main() -> None:
     parser.add_argument("--calibrated", nargs="+", default=[], help="rows, for a run at the calibrated strength too")
     parser.add_argument("--pixels", type=int, default=32, help="the side of an image")
     parser.add_argument("--test", type=int, default=10000, help="at most so many digits to measure on")
+    parser.add_argument("--labels", default="signs", choices=["signs", "sampled"], help="of the curvature")
     parser.add_argument("--output", type=Path, default=Path("results/one-head"))
     options = parser.parse_args()
     record = {**provenance(), "seeds": options.seeds, "epochs": options.epochs, "implicit": options.implicit}
     rows = [tuple(row.split("/")) for row in options.rows] if options.rows else ROWS
     how = (options.epochs, options.share, options.lr, options.implicit, tuple(options.strengths))
-    more = (tuple(options.calibrated), options.test, options.pixels)
+    more = (tuple(options.calibrated), options.test, options.pixels, options.labels)
     cases = [
         Case(options.data, pair, options.device, seed, *how, *more)
         for seed in range(options.first, options.first + options.seeds)
