@@ -1,8 +1,9 @@
 """Estimate the curvature of a network: the Fisher information of its units, from one backward pass a batch.
 
-With labels drawn from the model's own output, the cross terms between different examples' losses vanish in
-expectation, so the gradient G of the batch's *summed* loss is all that is needed: H' = E[sum_m G_m G_m^T] / N and
-H'' = E[(sum_m G_m)(sum_m G_m)^T] / N, inter-example terms of BN included.
+A pass begins at the output with random vectors that are independent between examples, of mean zero, and have the
+output's Fisher as covariance. So the cross terms between examples vanish in expectation, and the gradient G of the
+whole batch is all that is needed: H' = E[sum_m G_m G_m^T] / N and H'' = E[(sum_m G_m)(sum_m G_m)^T] / N, inter-example
+terms of BN included.
 """
 
 import warnings

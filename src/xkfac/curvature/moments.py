@@ -91,7 +91,7 @@ def _beside(passes: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Draw:
-    """A backward pass of a batch: what it counts, and which it is `of` how many labels drawn for the batch.
+    """A backward pass of a batch: what it counts, and which it is `of` how many for the batch.
 
     A draw is one more sample of H'', and N * S more of H', whose positions are alike. So of 4 draws or more each takes
     half of the positions for H', which makes its error, less than half of that of H'', larger by about a tenth. To take
