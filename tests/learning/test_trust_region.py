@@ -14,7 +14,7 @@ from tests.helpers.processes import in_processes
 from tests.helpers.setups import data, mlp, target
 from xkfac import Learner, NotFiniteError, XkfacWarning, consolidate
 from xkfac.calibration import Calibration
-from xkfac.learning.trust_region import INTERVAL
+from xkfac.learning.trust_region import INTERVAL, TrustRegion
 
 LR, MOMENTUM, SCALE = 0.5, 0.9, 2.0
 TOO_FAR, FACTOR = 4.0, 4.0
@@ -142,6 +142,26 @@ def test_later_every_sixteenth_step_is_watched_and_raises_the_strength_without_b
             torch.testing.assert_close(one.detach(), start - LR * momentum)  # a whole step
     assert region.last == learner.over_radius > TOO_FAR
     assert learner.history.over_radius[-1] == pytest.approx(0, abs=1e-3)  # as seen before that step
+
+
+@pytest.mark.filterwarnings("ignore::xkfac.XkfacWarning")
+@pytest.mark.parametrize(("end", "raises"), [(1.01, 2), (0.99, 1)])
+def test_a_network_that_went_too_far_must_be_back_within_the_radius_at_the_end_of_the_watch(end, raises):
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], LR)
+    # Below the limit from the start on; then once beyond it, where one halving is enough; then coming back.
+    distances = [*[TOO_FAR] * 3, 5.0, TOO_FAR, *[2.0] * (INTERVAL - 1), end, *[0.5] * (2 * INTERVAL)]
+    distances, grown, at = iter(distances), [], []
+    region = TrustRegion(parameter, optimizer, lambda: next(distances), grown.append)
+    for number in range(4 + 2 * INTERVAL):
+        before = len(grown)
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+        at += [number] * (len(grown) - before)
+    assert at == [3, 3 + INTERVAL][:raises]
+    assert grown == [FACTOR] * raises
+    assert region.grown == FACTOR**raises
+    assert parameter.item() == pytest.approx(-LR * (3 + 0.5 + 2 * INTERVAL))  # no step but the fourth was shortened
 
 
 def test_steps_become_implicit_in_the_raised_penalty():
