@@ -22,7 +22,10 @@ INTERVAL = 16
 """As many steps are watched one by one when a task begins, and after the strength was raised; later every such one."""
 
 LIMIT = 4.0
-"""L_s without damping over the radius up to which a network may go: twice as far as the calibration has measured."""
+"""L_s without damping over the radius up to which watched steps may go: twice as far as the calibration measured."""
+
+DRIFT = 16.0
+"""The same for a network that goes there slowly, in steps that are not watched: four times as far."""
 
 GROWTH = 4.0
 """What the strength is multiplied by where a step would go further."""
@@ -37,9 +40,9 @@ class TrustRegion:
     Where a step goes beyond `LIMIT`, and further out than the network was when last watched, it is shortened until it
     does not, its momentum with it, and the strength is multiplied by `GROWTH`. Such a network must be back within the
     radius `INTERVAL` steps later, or the strength grows again. After `INTERVAL` steps without that only every
-    `INTERVAL`-th is watched, and is no longer shortened. distance: gives that of the model as it is. grow: multiplies
-    the strength. state: that of a task in progress. `last` is the distance when last watched, `grown` what the strength
-    was multiplied by in all.
+    `INTERVAL`-th is watched, by `DRIFT`, and is no longer shortened. distance: gives that of the model as it is. grow:
+    multiplies the strength. state: that of a task in progress. `last` is the distance when last watched, `grown` what
+    the strength was multiplied by in all.
 
     A watched step waits for the device. Steps that are compiled, or replayed from a CUDA graph, are not watched.
     Processes of a DistributedDataParallel model go by the largest distance among them, so that all decide alike.
@@ -88,7 +91,7 @@ class TrustRegion:
         self._since += 1
         if not before and self._since % INTERVAL:
             return
-        distance, limit = self._distance(), max(LIMIT, self.last)
+        distance, limit = self._distance(), max(LIMIT if before else DRIFT, self.last)
         if not distance <= limit:  # what is not finite counts as too far
             if before:
                 distance = self._shorten(before, limit)
