@@ -18,10 +18,11 @@ def meet(router: Router, tasks: Sequence[str], train: Loader) -> None:
     """Add those of some tasks that a router does not know, with their training images."""
     for place, task in enumerate(tasks):
         if task not in router.tasks:
-            router.add_task(task, _some(train(place)))
+            router.add_task(task, some(train(place)))
 
 
-def _some(batches: Iterable[Batch]) -> Iterable[Batch]:
+def some(batches: Iterable[Batch]) -> Iterable[Batch]:
+    """Yield the batches of at most `IMAGES` images."""
     left = IMAGES
     for x, y in batches:
         yield x[:left], y[:left]

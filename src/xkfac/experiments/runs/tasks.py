@@ -20,7 +20,7 @@ from xkfac.experiments.networks.perceptron import perceptron
 from xkfac.experiments.networks.weights import is_download, load_source
 from xkfac.experiments.recipes.recipe import Images, Line, Recipe
 from xkfac.experiments.runs.job_folder import RunError
-from xkfac.experiments.runs.task_inference import measure, measure_heads, meet
+from xkfac.experiments.runs.task_inference import measure, measure_heads, meet, some
 from xkfac.experiments.runs.training import accuracy
 from xkfac.routing.router import By, Router
 from xkfac.task_layers import enter_task, give_task_layers, give_task_norms, using_task
@@ -196,7 +196,7 @@ class ImageTasks(_Tasks):
         """Keep the statistics of a task under the network as it is now. They are in no checkpoint."""
         if self._infer_tasks:
             self._last = self._last or Router(model, "last", using=ManyHeaded.using)
-            self._last.add_task(self.tasks[task], self._train(task))
+            self._last.add_task(self.tasks[task], some(self._train(task)))
 
     def inference(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return how well tasks are inferred from features of the source network, where they have their own layers."""
