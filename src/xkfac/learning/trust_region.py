@@ -38,11 +38,10 @@ class TrustRegion:
     """Watches the steps of an optimizer by the distance of the network, L_s without damping over the radius.
 
     Where a step goes beyond `LIMIT`, and further out than the network was when last watched, it is shortened until it
-    does not, its momentum with it, and the strength is multiplied by `GROWTH`. Such a network must be back within the
-    radius `INTERVAL` steps later, or the strength grows again. After `INTERVAL` steps without that only every
-    `INTERVAL`-th is watched, by `DRIFT`, and is no longer shortened. distance: gives that of the model as it is. grow:
-    multiplies the strength. state: that of a task in progress. `last` is the distance when last watched, `grown` what
-    the strength was multiplied by in all.
+    does not, its momentum with it, and the strength is multiplied by `GROWTH`. After `INTERVAL` steps without that only
+    every `INTERVAL`-th is watched, by `DRIFT`, and is no longer shortened. distance: gives that of the model as it is.
+    grow: multiplies the strength. state: that of a task in progress. `last` is the distance when last watched, `grown`
+    what the strength was multiplied by in all.
 
     A watched step waits for the device. Steps that are compiled, or replayed from a CUDA graph, are not watched.
     Processes of a DistributedDataParallel model go by the largest distance among them, so that all decide alike.
@@ -97,8 +96,6 @@ class TrustRegion:
                 distance = self._shorten(before, limit)
             if math.isfinite(distance):
                 self._raise_strength()
-        elif distance > 1 and self.grown > 1 and self._since == INTERVAL:
-            self._raise_strength()
         self.last = distance
 
     def _shorten(self, before: list[Tensor], limit: float) -> float:
