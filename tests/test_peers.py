@@ -120,11 +120,11 @@ def test_a_batch_of_a_pass_is_timed_from_one_that_is_asked_for_to_the_next(condu
             now[0] += 100.0
 
     batch = torch.zeros(2, 3), torch.zeros(2)
-    for ahead in (False, True):
+    for ahead, inside in ((False, True), (True, True), (False, False)):
         peer = Slow()
         peer.ahead = ahead
-        each, whole = turns.seconds_of(turns.Stand(peer, nets.Case(torch.nn.Linear(1, 1), *batch)), batch, 4)
-        assert (each, whole) == (2.5, 4 * 2.5 + 2 * 5.0 + 100.0)
+        stand = turns.Stand(peer, nets.Case(torch.nn.Linear(1, 1), *batch))
+        assert turns.seconds_of(stand, batch, 4, inside=inside) == (2.5, 4 * 2.5 + 2 * 5.0 + 100.0)
 
 
 def test_the_row_of_our_default_has_the_draws_of_our_default(conduct):

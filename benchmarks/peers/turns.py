@@ -151,7 +151,7 @@ def passes(stands: dict[str, Stand], case: Case, name: str, turns: int) -> None:
     seconds: dict[str, list[tuple[float, float]]] = {key: [] for key in quick}
 
     def pass_of(key: str) -> None:
-        seconds[key].append(seconds_of(quick[key], batch, count))
+        seconds[key].append(seconds_of(quick[key], batch, count, inside=name != "mlp"))
 
     plain = in_turns({key: partial(pass_of, key) for key in quick}, partial(plain_pass, case), turns)[1]
     for key, stand in stands.items():
@@ -162,15 +162,16 @@ def passes(stands: dict[str, Stand], case: Case, name: str, turns: int) -> None:
             stand.row.curvature = stand.first / plain
 
 
-def seconds_of(stand: Stand, batch: tuple[Tensor, Tensor], count: int) -> tuple[float, float]:
+def seconds_of(stand: Stand, batch: tuple[Tensor, Tensor], count: int, *, inside: bool) -> tuple[float, float]:
     """Return the seconds of a batch in a pass, and those of the pass.
 
-    They are taken from one batch that is asked for to the next; where all are asked for before the work, from a pass of
-    one batch beside.
+    inside: whether the former are taken from one batch that is asked for to the next. A pass of one batch beside tells
+    them too, with more noise: where work is put off to the end, as layers without positions may be, or where all
+    batches are asked for first.
     """
     data = Timed(batch, count)
     whole = clocked(partial(stand.peer.curvature, stand.case.net, data))
-    if not stand.peer.ahead:
+    if inside and not stand.peer.ahead:
         return data.seconds(), whole
     single = clocked(partial(stand.peer.curvature, stand.case.net, Batches(batch)))
     return (whole - single) / (count - 1), whole
