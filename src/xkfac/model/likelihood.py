@@ -230,7 +230,8 @@ class Gaussian(Likelihood):
 
     def random_root(self, output: Tensor, generator: torch.Generator) -> Tensor:
         """Return 1 / sqrt(variance) with random signs."""
-        return random_signs(output.detach(), generator).div_(self.variance**0.5)
+        root: Tensor = random_signs(output.detach(), generator) / self.variance**0.5
+        return root
 
     def root(self, output: Tensor) -> Iterator[Tensor]:
         """Yield 1 / sqrt(variance) along every output."""
