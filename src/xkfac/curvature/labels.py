@@ -1,6 +1,6 @@
-"""Where backward passes begin: vectors at the output, random, of labels that are drawn or given, or all there are.
+"""Where backward passes begin: random signs at the output, or scores of labels that are drawn, given, or all.
 
-Also here: how many are drawn per batch.
+Also here: how many draws are made per batch.
 """
 
 import hashlib
