@@ -120,9 +120,11 @@ def test_a_batch_of_a_pass_is_timed_from_one_that_is_asked_for_to_the_next(condu
             now[0] += 100.0
 
     batch = torch.zeros(2, 3), torch.zeros(2)
-    for ahead, inside in ((False, True), (True, True), (False, False)):
+    for ahead, delays, inside in (
+        (False, False, True), (True, False, True), (False, True, True), (False, False, False)
+    ):  # fmt: skip
         peer = Slow()
-        peer.ahead = ahead
+        peer.ahead, peer.delays = ahead, delays
         stand = turns.Stand(peer, nets.Case(torch.nn.Linear(1, 1), *batch))
         assert turns.seconds_of(stand, batch, 4, inside=inside) == (2.5, 4 * 2.5 + 2 * 5.0 + 100.0)
 

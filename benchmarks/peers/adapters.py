@@ -26,6 +26,7 @@ class Xkfac(Peer):
     """This library."""
 
     package = "xkfac"
+    delays = True  # on a CPU, products of few rows
     cycle = 8  # the longest interval between two evaluations of the penalty
 
     def __init__(self, row: str, **options: Any) -> None:

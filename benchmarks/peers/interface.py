@@ -33,13 +33,15 @@ def layer_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
 class Peer:
     """One row: a library with a setting.
 
-    once: slow, so one batch is measured once. ahead: it reads all batches before it works on them. sampled: whether it
-    draws labels. cycle: steps in a row that are timed together, since they differ. warm_up: steps before these.
+    once: slow, so one batch is measured once. ahead: it reads all batches before it works on them. delays: it puts work
+    off until there is more of it, so that batches of a short pass cost more than the time between them. sampled:
+    whether it draws labels. cycle: steps in a row that are timed together, since they differ. warm_up: steps before
+    these.
     """
 
     package = ""
     row = ""
-    once = ahead = False
+    once = ahead = delays = False
     sampled = True
     cycle = warm_up = 1
 

@@ -22,7 +22,8 @@ from nets import Batches, Case, Timed, build, perceptron
 from torch import Tensor
 from torch.nn import functional as F
 
-# Passes of so many batches take so many turns.
+# Passes of so many batches take so many turns. One that puts work off has at least so many.
+LONG = 9
 BATCHES = {"mlp": 17, "resnet18-32px": 4, "resnet18-64px": 4, "resnet50-64px": 4}
 TURNS = {"mlp": 16, "resnet18-32px": 2, "resnet18-64px": 2, "resnet50-64px": 2}
 LARGE = ("resnet18-64px", "resnet50-64px")
@@ -150,14 +151,16 @@ def passes(stands: dict[str, Stand], case: Case, name: str, turns: int) -> None:
     quick = {key: stand for key, stand in stands.items() if name == "mlp" or not stand.peer.once}
     seconds: dict[str, list[tuple[float, float]]] = {key: [] for key in quick}
 
+    counts = {key: max(count, LONG) if stand.peer.delays else count for key, stand in quick.items()}
+
     def pass_of(key: str) -> None:
-        seconds[key].append(seconds_of(quick[key], batch, count, inside=name != "mlp"))
+        seconds[key].append(seconds_of(quick[key], batch, counts[key], inside=name != "mlp"))
 
     plain = in_turns({key: partial(pass_of, key) for key in quick}, partial(plain_pass, case), turns)[1]
     for key, stand in stands.items():
         if key in quick:
             each, whole = (statistics.median(column) / plain for column in zip(*seconds[key], strict=True))
-            stand.row.curvature, stand.row.fixed = each, whole - count * each
+            stand.row.curvature, stand.row.fixed = each, whole - counts[key] * each
         else:
             stand.row.curvature = stand.first / plain
 
@@ -165,13 +168,12 @@ def passes(stands: dict[str, Stand], case: Case, name: str, turns: int) -> None:
 def seconds_of(stand: Stand, batch: tuple[Tensor, Tensor], count: int, *, inside: bool) -> tuple[float, float]:
     """Return the seconds of a batch in a pass, and those of the pass.
 
-    inside: whether the former are taken from one batch that is asked for to the next. A pass of one batch beside tells
-    them too, with more noise: where work is put off to the end, as layers without positions may be, or where all
-    batches are asked for first.
+    inside: whether the former are taken from one batch that is asked for to the next, where that is all that a batch
+    costs. Otherwise, and where all batches are asked for first, a pass of one batch beside tells it, with more noise.
     """
     data = Timed(batch, count)
     whole = clocked(partial(stand.peer.curvature, stand.case.net, data))
-    if inside and not stand.peer.ahead:
+    if inside and not (stand.peer.ahead or stand.peer.delays):
         return data.seconds(), whole
     single = clocked(partial(stand.peer.curvature, stand.case.net, Batches(batch)))
     return (whole - single) / (count - 1), whole
