@@ -1,13 +1,14 @@
 """Learn a target task without forgetting: begin, objective, finish, around any training loop."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
+from xkfac.learning.annealing import STEPS, Annealing
 from xkfac.learning.balance import Balance
 from xkfac.learning.begin_checks import (
     check_amounts,
@@ -75,7 +76,7 @@ class Learner(AbstractContextManager["Learner"]):
         exclude: Iterable[str] | None = None,
     ) -> None:
         radius = None if memory.calibration is None else memory.calibration.radius
-        self._follows_radius = strength is None and bool(radius)
+        self._as_calibrated = strength is None and memory.calibration is not None
         if strength is None:
             strength = 1.0 if memory.calibration is None else memory.calibration.scale
         check_amounts(damping=damping, strength=strength, importance=importance, bn_momentum=bn_momentum)
@@ -104,6 +105,7 @@ class Learner(AbstractContextManager["Learner"]):
         self._bn_momentum = bn_momentum
         self._held: HeldBN | None = None
         self._implicit_steps: ImplicitSteps | None = None
+        self._annealing: Annealing | None = None
         self._begun = self._closed = False
         self._guard = StepGuard(self.model, self._step, radius, self.stable_lr)
         vars(self.model)[_OPEN] = Hook(self.close)
@@ -139,37 +141,57 @@ class Learner(AbstractContextManager["Learner"]):
         if optimizer is not None:  # refused before anything is changed
             check_optimizer(self.model, optimizer, self._step.changed_by(optimizer))
         self.memory = with_options(self.memory, forward=forward)
+        steps = STEPS
         with same_random_state():
             if loader is not None:
                 loader = Stream(loader, most=1)
+                with suppress(TypeError):  # a loader that does not say its length
+                    steps = len(loader)
                 check_batch(self._wrapped, self.memory, loader.first)
                 if recentre:
                     options: dict[str, Any] = {"max_batches": max_batches, "progress": progress}
                     recentre_model(self._wrapped, loader, forward=self.memory.forward, **options)
-        self._start(optimizer)
+        self._start(optimizer, steps)
 
     def _check_open(self) -> None:
         if self._closed:
             raise XkfacError("this learner is closed and its hooks are gone; make a new Learner for the next task")
 
-    def _start(self, optimizer: torch.optim.Optimizer | None, state: dict[str, Any] | None = None) -> None:
+    def _start(self, optimizer: torch.optim.Optimizer | None, steps: int, state: dict[str, Any] | None = None) -> None:
         self._held = self._held or HeldBN(self._wrapped, self.method, self._bn_momentum)
         if optimizer is not None and (protected := self._step.changed_by(optimizer)):
-            implicit, region = (state or {}).get("implicit"), (state or {}).get("trust_region")
+            before = state or {}
+            region = before.get("trust_region")
             self.strength *= (region["grown"] if region else 1.0) / self._guard.grown
-            if self._implicit_steps is not None:
-                self._implicit_steps.remove()
-            self._implicit_steps = ImplicitSteps(optimizer, protected, self.implicit, implicit)
-            if self._follows_radius:
-                region = TrustRegion(self._wrapped, optimizer, self._guard.distance, self._raise_strength, region)
-                self._guard.keep_within(region)
+            self._end_steps()
+            if self._as_calibrated and self._step.is_stable and (state is None or before.get("annealing")):
+                self._annealing = Annealing(optimizer, steps, self._renew, before.get("annealing"))
+            self._implicit_steps = ImplicitSteps(optimizer, protected, self.implicit, before.get("implicit"))
+            if self._as_calibrated and self._guard.has_radius:
+                how = (self._guard.distance, self._raise_strength, self._annealed)
+                self._guard.keep_within(TrustRegion(self._wrapped, optimizer, *how, region))
         self._step.readings.clear()
         self._begun = True
 
+    def _annealed(self) -> float:
+        """Return how many times its strength the penalty has for now."""
+        return 1.0 if self._annealing is None else self._annealing.factor
+
     def _raise_strength(self, factor: float) -> None:
         self.strength *= factor
+        if self._annealing is not None:
+            self._annealing.factor = 1.0
+        self._renew()
+
+    def _renew(self) -> None:
         if self._implicit_steps is not None:
             self._implicit_steps.renew()
+
+    def _end_steps(self) -> None:
+        for one in (self._annealing, self._implicit_steps):
+            if one is not None:
+                one.remove()
+        self._annealing, self._implicit_steps = None, None
 
     def penalty(self) -> Tensor:
         """Return L_s, damping included, for BN statistics of the latest training pass, else population statistics."""
@@ -244,7 +266,12 @@ class Learner(AbstractContextManager["Learner"]):
         self._rebalance(loss)
 
     def captures(self, steps: int) -> None:
-        """Say, when a capture begins, that so many steps in a row, a multiple of `penalty_every`, become one graph."""
+        """Say, when a capture begins, that so many steps in a row, a multiple of `penalty_every`, become one graph.
+
+        From here on the penalty has its strength, if it had not come down to it yet.
+        """
+        if self._annealing is not None:
+            self._annealing.end()
         self._step.interval.captures(steps)
 
     def _check_step(self, loss: Tensor) -> None:
@@ -281,7 +308,7 @@ class Learner(AbstractContextManager["Learner"]):
         explicit steps cannot bear. From here on the penalty is evaluated in every step, in every eighth where it reads
         no mini-batch statistics, unless `penalty_every` was given.
         """
-        weight = lr / (1 - momentum) * self.importance[0] * self.strength
+        weight = lr / (1 - momentum) * self.importance[0] * self.strength * self._annealed()
         return self._step.implicit(weight, momentum, rank)
 
     def stable_lr(
@@ -296,11 +323,12 @@ class Learner(AbstractContextManager["Learner"]):
         """
         if implicit is None and self._implicit_steps is not None:
             implicit = self._implicit_steps.implicit
-        return self._step.stable_lr(self.importance[0] * self.strength, momentum, implicit, iterations, seed)
+        source = self.importance[0] * self.strength * self._annealed()
+        return self._step.stable_lr(source, momentum, implicit, iterations, seed)
 
     def _factors(self, share: float | Tensor | None) -> tuple[Any, Any]:
         """Return what L_s and L_t are multiplied by: numbers, or tensors where they are balanced."""
-        source: Any = self.importance[0] * self.strength
+        source: Any = self.importance[0] * self.strength * self._annealed()
         target: Any = self.importance[1]
         if share is not None:
             source, target = source * share, target * share
@@ -312,7 +340,7 @@ class Learner(AbstractContextManager["Learner"]):
     def _rebalance(self, loss: Tensor) -> None:
         if self.balance is not None:
             source, target = self.importance
-            self.balance.update(self.last_penalty, loss.detach(), (source * self.strength, target))
+            self.balance.update(self.last_penalty, loss.detach(), (source * self.strength * self._annealed(), target))
 
     def finish(
         self,
@@ -365,8 +393,9 @@ class Learner(AbstractContextManager["Learner"]):
         balance = self.balance.state_dict() if self.balance else None
         interval = self._step.interval.state_dict()
         implicit = None if self._implicit_steps is None else self._implicit_steps.state_dict()
+        annealing = None if self._annealing is None else self._annealing.state_dict()
         own = {"begun": self._begun, "balance": balance, "interval": interval, "implicit": implicit}
-        return {**own, **self._guard.state_dict()}
+        return {**own, "annealing": annealing, **self._guard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Take up a task in progress in place of `begin`, with its optimizer if it had one; load the model yourself."""
@@ -379,7 +408,7 @@ class Learner(AbstractContextManager["Learner"]):
             call, had = ("state, optimizer", "with") if optimizer is None else ("state", "without")
             raise XkfacError(f"the state is of a task begun {had} an optimizer; call load_state_dict({call})")
         if state["begun"]:
-            self._start(optimizer, state)
+            self._start(optimizer, STEPS, state)
             self._guard.stepped = state.get("stepped", True)  # states of before it was kept do not say
         if "interval" in state:
             self._step.interval.load_state_dict(state["interval"])
@@ -392,9 +421,8 @@ class Learner(AbstractContextManager["Learner"]):
         self._guard.remove()
         if self._held is not None:
             self._held.release()
-        if self._implicit_steps is not None:
-            self._implicit_steps.remove()
-        self._held, self._implicit_steps, self._begun, self._closed = None, None, False, True
+        self._end_steps()
+        self._held, self._begun, self._closed = None, False, True
 
     def __exit__(self, *_: object) -> None:
         self.close()

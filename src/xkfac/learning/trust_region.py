@@ -22,7 +22,10 @@ INTERVAL = 16
 """As many steps are watched one by one when a task begins, and after the strength was raised; later every such one."""
 
 LIMIT = 4.0
-"""L_s without damping over the radius up to which watched steps may go: twice as far as the calibration measured."""
+"""L_s without damping over the radius up to which watched steps may go: twice as far as the calibration measured.
+
+Under a penalty that is F times as strong for now it is this over the root of F.
+"""
 
 DRIFT = 16.0
 """The same for a network that goes there slowly, in steps that are not watched: four times as far."""
@@ -38,10 +41,11 @@ class TrustRegion:
     """Watches the steps of an optimizer by the distance of the network, L_s without damping over the radius.
 
     Where a step goes beyond `LIMIT`, and further out than the network was when last watched, it is shortened until it
-    does not, its momentum with it, and the strength is multiplied by `GROWTH`. After `INTERVAL` steps without that only
-    every `INTERVAL`-th is watched, by `DRIFT`, and is no longer shortened. distance: gives that of the model as it is.
-    grow: multiplies the strength. state: that of a task in progress. `last` is the distance when last watched, `grown`
-    what the strength was multiplied by in all.
+    does not, its momentum with it, and the strength is multiplied by `GROWTH`; or, while the penalty is stronger for
+    now, it stays so. After `INTERVAL` steps without that only every `INTERVAL`-th is watched, by `DRIFT`, and is no
+    longer shortened. distance: gives that of the model as it is. grow: multiplies the strength for good. annealed: how
+    many times its strength the penalty has for now; when that falls, steps are watched one by one again. state: that of
+    a task in progress. `last` is the distance when last watched, `grown` what the strength was multiplied by in all.
 
     A watched step waits for the device. Steps that are compiled, or replayed from a CUDA graph, are not watched.
     Processes of a DistributedDataParallel model go by the largest distance among them, so that all decide alike.
@@ -53,12 +57,13 @@ class TrustRegion:
         optimizer: Optimizer,
         distance: Callable[[], float],
         grow: Callable[[float], None],
+        annealed: Callable[[], float],
         state: dict[str, Any] | None = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._own_distance, self._grow = distance, grow
+        self._own_distance, self._grow, self._annealed = distance, grow, annealed
         state = state or {"since": 0, "last": 0.0, "grown": 1.0}
-        self._since = int(state["since"])
+        self._since, self._factor = int(state["since"]), annealed()
         self.last, self.grown = float(state["last"]), float(state["grown"])
         self._before: list[Tensor] = []
         self._hooks = (
@@ -79,6 +84,8 @@ class TrustRegion:
         return largest.item()
 
     def _before_step(self, *_: Any) -> None:
+        if self._factor != (factor := self._annealed()):
+            self._since, self._factor = 0, factor
         if self._since < INTERVAL and not _unwatchable():
             self._before = [one.detach().clone() for one in self._parameters()]
 
@@ -90,7 +97,8 @@ class TrustRegion:
         self._since += 1
         if not before and self._since % INTERVAL:
             return
-        distance, limit = self._distance(), max(LIMIT if before else DRIFT, self.last)
+        limit = max((LIMIT if before else DRIFT) / math.sqrt(self._factor), self.last)
+        distance = self._distance()
         if not distance <= limit:  # what is not finite counts as too far
             if before:
                 distance = self._shorten(before, limit)
@@ -122,10 +130,11 @@ class TrustRegion:
         return distance
 
     def _raise_strength(self) -> None:
-        self._since = 0
-        self._grow(GROWTH)
-        self.grown *= GROWTH
-        if self.grown == _FAR:
+        growth = self._factor if self._factor > 1 else GROWTH
+        self._since, self._factor, was_near = 0, 1.0, self.grown < _FAR
+        self._grow(growth)
+        self.grown *= growth
+        if was_near and self.grown >= _FAR:
             warnings.warn(
                 f"the penalty needs {self.grown:g} times its calibrated strength to hold the network where it follows "
                 "the real loss of the past, so the target is of another kind than the past, and may be learnt less "

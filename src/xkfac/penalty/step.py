@@ -128,6 +128,12 @@ class PenalisedStep:
         accumulate(own)
         return penalty
 
+    @property
+    def is_stable(self) -> bool:
+        """Whether implicit steps bear any strength: all of the penalty is in them, and no BN statistics are read."""
+        known = self.method.settings.kind != "corrected" and (self.method.merge or self.method.per_parameter)
+        return self.method.interpretation == "eval" and known
+
     def undamped(self) -> Tensor:
         """Return L_s without its damping, every BN read with its population statistics."""
         return self._zero if self._fused is None else self._fused.undamped()
