@@ -20,14 +20,19 @@ LR, MOMENTUM, SCALE = 0.5, 0.9, 2.0
 TOO_FAR, DRIFTED, FACTOR = 4.0, 16.0, 4.0
 
 
-def started(radius, method="fixed-bn", **options):
-    """Return a network, its learner begun with SGD, and that optimizer, for a calibration of such a radius."""
+def started(radius, method="fixed-bn", annealed=False, **options):
+    """Return a network, its learner begun with SGD, and that optimizer, for a calibration of such a radius.
+
+    annealed: whether the penalty is stronger in the first steps, as it is by default.
+    """
     torch.manual_seed(0)
     model = mlp().train()
     memory = replace(consolidate(model, data(), method), calibration=Calibration(SCALE, radius, (), 10))
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=MOMENTUM)
     learner = Learner(model, memory, **options)
     learner.begin(target(), optimizer)
+    if not annealed:
+        learner._strength.settle()
     return model, learner, optimizer
 
 
@@ -150,7 +155,7 @@ def test_a_network_may_drift_further_than_a_watched_step_may_go(late, raises):
     optimizer = torch.optim.SGD([parameter], LR)
     number, grown = 0, []
     far = {3: 1.01 * TOO_FAR, 3 + 2 * INTERVAL: late}  # a watched step, and one that is looked at long after it
-    TrustRegion(parameter, optimizer, lambda: far.get(number, 0.5), lambda _: grown.append(number))
+    TrustRegion(parameter, optimizer, lambda: far.get(number, 0.5), lambda _: grown.append(number), lambda: 1.0)
     for number in range(4 * INTERVAL):  # noqa: B007 -- what the distance goes by
         parameter.grad = torch.ones(1)
         optimizer.step()
@@ -262,6 +267,7 @@ def beyond_on_one_rank(rank, ranks, folder):
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=MOMENTUM)
     learner = Learner(parallel, memory)
     learner.begin(target(), optimizer)
+    learner._strength.settle()
     if rank == 0:  # which alone would never notice
         learner._guard._radius = 1e6
     for x, y in target(count=INTERVAL):

@@ -195,7 +195,7 @@ def test_directions_that_are_not_stiff_are_left_alone(made, monkeypatch):
     """Along these eta ls h is at most a half, so that explicit steps are stable; all others are shortened as before."""
     monkeypatch.setattr(xkfac.penalty.implicit, "_FIRST", 1)  # so that the number of directions has to grow
     _, learner = started(Mixed, **made)
-    learner.strength = 3e3
+    learner._strength.value = 3e3
     some = learner.implicit(0.3)
     monkeypatch.setattr(xkfac.penalty.implicit, "_STIFF", 0.0)
     every = learner.implicit(0.3)

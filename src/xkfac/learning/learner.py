@@ -1,14 +1,13 @@
 """Learn a target task without forgetting: begin, objective, finish, around any training loop."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from xkfac.errors import XkfacError
-from xkfac.learning.annealing import STEPS, Annealing
 from xkfac.learning.balance import Balance
 from xkfac.learning.begin_checks import (
     check_amounts,
@@ -22,14 +21,14 @@ from xkfac.learning.held_bn import HeldBN
 from xkfac.learning.history import History
 from xkfac.learning.implicit_steps import ImplicitSteps, check_optimizer
 from xkfac.learning.step_guard import StepGuard
-from xkfac.learning.trust_region import TrustRegion
+from xkfac.learning.strength import STEPS, Strength
 from xkfac.memory import Memory, estimate_for, with_options
 from xkfac.methods import get_method
 from xkfac.model.batches import Forward
 from xkfac.model.hooks import Hook
 from xkfac.model.likelihood import Likelihood
 from xkfac.model.merged_weight import Interpretation
-from xkfac.model.passes import Progress, check_loaded, device_of, same_random_state, unwrap, widest_dtype
+from xkfac.model.passes import Progress, check_loaded, count_batches, device_of, same_random_state, unwrap, widest_dtype
 from xkfac.model.recentre import recentre as recentre_model
 from xkfac.model.streams import Stream
 from xkfac.penalty.implicit import Implicit
@@ -45,13 +44,14 @@ class Learner(AbstractContextManager["Learner"]):
 
     damping: lambda, added to the curvature as lambda * I on W~. interpretation: how merged weights are read; the
     method's own unless given. importance: (ls, lt); by default T/(T+1) and 1/(T+1) for a memory of T tasks (eq.
-    imp_hyp). strength: a factor on the penalty alone, which stands; by default 1, or what `calibrate` measured, raised
-    where steps of the optimizer that `begin` got would go far beyond the calibration's radius (see `TrustRegion`).
-    bn_momentum: how fast the running statistics of shared BN follow the target, from `begin` to `finish`; by default
-    BN's own momentum. 0.01 keeps deep networks much better, small ones that take few steps worse. balance: adaptive
-    alpha_s, alpha_t. penalty_every: k, to evaluate the penalty in every k-th step with k-fold weight; by default 1, on
-    a CPU between 1 and 8 as steps allow, and 8 where they are `implicit` and read no mini-batch statistics. forward,
-    exclude: how the model takes a batch of the target, and what is left out of its units, where not as in the memory.
+    imp_hyp). strength: a factor on the penalty alone, which stands; by default 1, or what `calibrate` measured, which
+    is 64 times as large in the first steps of the optimizer that `begin` got, and raised where these would go far
+    beyond the calibration's radius. bn_momentum: how fast the running statistics of shared BN follow the target, from
+    `begin` to `finish`; by default BN's own momentum. 0.01 keeps deep networks much better, small ones that take few
+    steps worse. balance: adaptive alpha_s, alpha_t. penalty_every: k, to evaluate the penalty in every k-th step with
+    k-fold weight; by default 1, on a CPU between 1 and 8 as steps allow, and 8 where they are `implicit` and read no
+    mini-batch statistics. forward, exclude: how the model takes a batch of the target, and what is left out of its
+    units, where not as in the memory.
 
     BN layers carry hooks from here on until `finish` or `close`; a new learner of the model closes this one. Make it
     before the first call of a compiled model, which would not notice hooks that come later, and with the
@@ -75,11 +75,8 @@ class Learner(AbstractContextManager["Learner"]):
         forward: Forward | None = None,
         exclude: Iterable[str] | None = None,
     ) -> None:
-        radius = None if memory.calibration is None else memory.calibration.radius
-        self._as_calibrated = strength is None and memory.calibration is not None
-        if strength is None:
-            strength = 1.0 if memory.calibration is None else memory.calibration.scale
-        check_amounts(damping=damping, strength=strength, importance=importance, bn_momentum=bn_momentum)
+        self._strength = Strength(strength, memory.calibration, self._renew)
+        check_amounts(damping=damping, strength=self.strength, importance=importance, bn_momentum=bn_momentum)
         self._wrapped = model
         self.model = unwrap(model)
         check_loaded(self.model)
@@ -92,7 +89,6 @@ class Learner(AbstractContextManager["Learner"]):
         tasks = memory.tasks
         default = (tasks / (tasks + 1), 1 / (tasks + 1)) if self.method.penalised else (0.0, 1.0)
         self.importance = default if importance is None else importance
-        self.strength = strength
         self.balance = balance
         if balance is not None:
             balance.to(device)
@@ -105,9 +101,8 @@ class Learner(AbstractContextManager["Learner"]):
         self._bn_momentum = bn_momentum
         self._held: HeldBN | None = None
         self._implicit_steps: ImplicitSteps | None = None
-        self._annealing: Annealing | None = None
         self._begun = self._closed = False
-        self._guard = StepGuard(self.model, self._step, radius, self.stable_lr)
+        self._guard = StepGuard(self.model, self._step, self._strength.radius, self.stable_lr)
         vars(self.model)[_OPEN] = Hook(self.close)
 
     def begin(
@@ -141,12 +136,10 @@ class Learner(AbstractContextManager["Learner"]):
         if optimizer is not None:  # refused before anything is changed
             check_optimizer(self.model, optimizer, self._step.changed_by(optimizer))
         self.memory = with_options(self.memory, forward=forward)
-        steps = STEPS
+        steps = (count_batches(loader, None) if loader is not None else None) or STEPS
         with same_random_state():
             if loader is not None:
                 loader = Stream(loader, most=1)
-                with suppress(TypeError):  # a loader that does not say its length
-                    steps = len(loader)
                 check_batch(self._wrapped, self.memory, loader.first)
                 if recentre:
                     options: dict[str, Any] = {"max_batches": max_batches, "progress": progress}
@@ -160,38 +153,21 @@ class Learner(AbstractContextManager["Learner"]):
     def _start(self, optimizer: torch.optim.Optimizer | None, steps: int, state: dict[str, Any] | None = None) -> None:
         self._held = self._held or HeldBN(self._wrapped, self.method, self._bn_momentum)
         if optimizer is not None and (protected := self._step.changed_by(optimizer)):
-            before = state or {}
-            region = before.get("trust_region")
-            self.strength *= (region["grown"] if region else 1.0) / self._guard.grown
-            self._end_steps()
-            if self._as_calibrated and self._step.is_stable and (state is None or before.get("annealing")):
-                self._annealing = Annealing(optimizer, steps, self._renew, before.get("annealing"))
-            self._implicit_steps = ImplicitSteps(optimizer, protected, self.implicit, before.get("implicit"))
-            if self._as_calibrated and self._guard.has_radius:
-                how = (self._guard.distance, self._raise_strength, self._annealed)
-                self._guard.keep_within(TrustRegion(self._wrapped, optimizer, *how, region))
+            self._strength.begin(self._wrapped, optimizer, steps, self._guard, self._step.bears_strength, state)
+            if self._implicit_steps is not None:
+                self._implicit_steps.remove()
+            self._implicit_steps = ImplicitSteps(optimizer, protected, self.implicit, (state or {}).get("implicit"))
         self._step.readings.clear()
         self._begun = True
-
-    def _annealed(self) -> float:
-        """Return how many times its strength the penalty has for now."""
-        return 1.0 if self._annealing is None else self._annealing.factor
-
-    def _raise_strength(self, factor: float) -> None:
-        self.strength *= factor
-        if self._annealing is not None:
-            self._annealing.factor = 1.0
-        self._renew()
 
     def _renew(self) -> None:
         if self._implicit_steps is not None:
             self._implicit_steps.renew()
 
-    def _end_steps(self) -> None:
-        for one in (self._annealing, self._implicit_steps):
-            if one is not None:
-                one.remove()
-        self._annealing, self._implicit_steps = None, None
+    @property
+    def strength(self) -> float:
+        """The factor on the penalty, without what makes it stronger in a task's first steps."""
+        return self._strength.value
 
     def penalty(self) -> Tensor:
         """Return L_s, damping included, for BN statistics of the latest training pass, else population statistics."""
@@ -266,12 +242,8 @@ class Learner(AbstractContextManager["Learner"]):
         self._rebalance(loss)
 
     def captures(self, steps: int) -> None:
-        """Say, when a capture begins, that so many steps in a row, a multiple of `penalty_every`, become one graph.
-
-        From here on the penalty has its strength, if it had not come down to it yet.
-        """
-        if self._annealing is not None:
-            self._annealing.end()
+        """Say, when a capture begins, that so many steps become one graph; the penalty is at its `strength` then."""
+        self._strength.settle()
         self._step.interval.captures(steps)
 
     def _check_step(self, loss: Tensor) -> None:
@@ -308,7 +280,7 @@ class Learner(AbstractContextManager["Learner"]):
         explicit steps cannot bear. From here on the penalty is evaluated in every step, in every eighth where it reads
         no mini-batch statistics, unless `penalty_every` was given.
         """
-        weight = lr / (1 - momentum) * self.importance[0] * self.strength * self._annealed()
+        weight = lr / (1 - momentum) * self.importance[0] * self._strength.now
         return self._step.implicit(weight, momentum, rank)
 
     def stable_lr(
@@ -323,12 +295,11 @@ class Learner(AbstractContextManager["Learner"]):
         """
         if implicit is None and self._implicit_steps is not None:
             implicit = self._implicit_steps.implicit
-        source = self.importance[0] * self.strength * self._annealed()
-        return self._step.stable_lr(source, momentum, implicit, iterations, seed)
+        return self._step.stable_lr(self.importance[0] * self._strength.now, momentum, implicit, iterations, seed)
 
     def _factors(self, share: float | Tensor | None) -> tuple[Any, Any]:
         """Return what L_s and L_t are multiplied by: numbers, or tensors where they are balanced."""
-        source: Any = self.importance[0] * self.strength * self._annealed()
+        source: Any = self.importance[0] * self._strength.now
         target: Any = self.importance[1]
         if share is not None:
             source, target = source * share, target * share
@@ -340,7 +311,7 @@ class Learner(AbstractContextManager["Learner"]):
     def _rebalance(self, loss: Tensor) -> None:
         if self.balance is not None:
             source, target = self.importance
-            self.balance.update(self.last_penalty, loss.detach(), (source * self.strength * self._annealed(), target))
+            self.balance.update(self.last_penalty, loss.detach(), (source * self._strength.now, target))
 
     def finish(
         self,
@@ -393,9 +364,8 @@ class Learner(AbstractContextManager["Learner"]):
         balance = self.balance.state_dict() if self.balance else None
         interval = self._step.interval.state_dict()
         implicit = None if self._implicit_steps is None else self._implicit_steps.state_dict()
-        annealing = None if self._annealing is None else self._annealing.state_dict()
         own = {"begun": self._begun, "balance": balance, "interval": interval, "implicit": implicit}
-        return {**own, "annealing": annealing, **self._guard.state_dict()}
+        return {**own, "annealing": self._strength.state_dict(), **self._guard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Take up a task in progress in place of `begin`, with its optimizer if it had one; load the model yourself."""
@@ -421,8 +391,10 @@ class Learner(AbstractContextManager["Learner"]):
         self._guard.remove()
         if self._held is not None:
             self._held.release()
-        self._end_steps()
-        self._held, self._begun, self._closed = None, False, True
+        self._strength.remove()
+        if self._implicit_steps is not None:
+            self._implicit_steps.remove()
+        self._held, self._implicit_steps, self._begun, self._closed = None, None, False, True
 
     def __exit__(self, *_: object) -> None:
         self.close()

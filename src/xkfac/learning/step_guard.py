@@ -57,11 +57,6 @@ class StepGuard:
         self.trust_region = trust_region
 
     @property
-    def has_radius(self) -> bool:
-        """Whether there is a radius to stay within."""
-        return bool(self._radius)
-
-    @property
     def grown(self) -> float:
         """What the strength was multiplied by to keep the network within the radius, since the task began."""
         return 1.0 if self.trust_region is None else self.trust_region.grown

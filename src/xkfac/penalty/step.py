@@ -129,8 +129,8 @@ class PenalisedStep:
         return penalty
 
     @property
-    def is_stable(self) -> bool:
-        """Whether implicit steps bear any strength: all of the penalty is in them, and no BN statistics are read."""
+    def bears_strength(self) -> bool:
+        """Whether implicit steps are stable under any strength: they have all of the penalty, which reads no batch."""
         known = self.method.settings.kind != "corrected" and (self.method.merge or self.method.per_parameter)
         return self.method.interpretation == "eval" and known
 
