@@ -9,9 +9,10 @@ that every image is a test image once. At most --train images of a set are learn
 standard error of this difference over images. Routers by early features, by last ones ("last" ages while the second
 task is learnt), and by those of the source network.
 
-The second table says how often the likeliest task is right by its probability, over all pairs. The third says how many
-images are unknown; `other` are of no task: of MNIST, or of Flowers for pairs with MNIST. Results are written after
-every run.
+The second table says what is lost where the images come in batches of one task, which is inferred for all of a batch
+together. The third says how often the likeliest task of an image is right by its probability, over all pairs. The last
+says how many images are unknown; `other` are of no task: of MNIST, or of Flowers for pairs with MNIST. Results are
+written after every run.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from xkfac.task_layers import task_layers_of
 KINDS: tuple[By, ...] = ("early", "last", "source")
 TASKS = ("old", "new")
 PIXELS = 32
+TOGETHER = (4, 8, 16, 32)  # images in a batch of one task
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,15 @@ def of_task(router: xkfac.Router, place: int, x: Tensor, y: Tensor) -> dict[str,
         "lost": int(lost.sum()),
         "squared": int(lost.square().sum()),
         "task": int(right.sum()),
+        "together": {f"{size}": _lost_together(router, x, y, given, size) for size in TOGETHER},
         "groups": groups(answer.probabilities.max(1).values, right, torch.ones(len(y))),
         "unknown": {f"{level:g}": int((router(x, unknown=level).tasks < 0).sum()) for level in UNKNOWN},
     }
+
+
+def _lost_together(router: xkfac.Router, x: Tensor, y: Tensor, given: Tensor, size: int) -> int:
+    outputs = torch.cat([router(batch, together=True).outputs for batch in x.split(size)])
+    return int((given - (outputs.argmax(1) == y).int()).sum())
 
 
 def share(runs: list[dict[str, Any]], by: str, task: str, key: str) -> float:
@@ -162,7 +170,29 @@ def table(runs: list[dict[str, Any]]) -> str:
             cells.append(" / ".join(numbers))
         cells += [" / ".join(f"{share(of, by, task, 'task'):.1f}" for task in TASKS) for by in KINDS]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", probability_table(runs), "", unknown_table(runs, pairs)])
+    return "\n\n".join(
+        ["\n".join(lines), together_table(runs, pairs), probability_table(runs), unknown_table(runs, pairs)]
+    )
+
+
+def together_table(runs: list[dict[str, Any]], pairs: list[str]) -> str:
+    kinds = [by for by in KINDS if by != "last"]
+    names = ["lost by batches of one task", *(f"{by}, {size} images" for by in kinds for size in (1, *TOGETHER))]
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for pair in pairs:
+        of, cells = [one for one in runs if one["pair"] == pair], []
+        for by in kinds:
+            images = {task: sum(one[by][task]["images"] for one in of) for task in TASKS}
+            for size in (1, *TOGETHER):
+                lost = (
+                    sum(one[by][task]["lost"] if size == 1 else one[by][task]["together"][f"{size}"] for one in of)
+                    for task in TASKS
+                )
+                cells.append(
+                    " / ".join(f"{100 * number / images[task]:.1f}" for task, number in zip(TASKS, lost, strict=True))
+                )
+        lines.append("| " + " | ".join([pair, *cells]) + " |")
+    return "\n".join(lines)
 
 
 def probability_table(runs: list[dict[str, Any]]) -> str:
