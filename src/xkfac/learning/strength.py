@@ -18,11 +18,8 @@ from xkfac.errors import XkfacError
 from xkfac.learning.step_guard import StepGuard
 from xkfac.learning.trust_region import TrustRegion
 
-START = 64.0
-"""How many times its strength the penalty begins with."""
-
-FALLS = 3
-"""How many times it falls, each time to a quarter, until it is at its strength."""
+FALL, FALLS = 4, 3
+"""What the penalty is divided by each time it falls, and how often it does: it begins at 64 times its strength."""
 
 STEPS = 64
 """Steps at most until then; fewer where one pass over the loader has fewer batches."""
@@ -38,7 +35,7 @@ class Annealing:
     def __init__(
         self, optimizer: Optimizer, steps: int, fallen: Callable[[], None], state: dict[str, Any] | None = None
     ) -> None:
-        state = state or {"steps": max(1, min(steps, STEPS)), "done": 0, "factor": START}
+        state = state or {"steps": max(1, min(steps, STEPS)), "done": 0, "factor": FALL**FALLS}
         self._steps, self._done, self.factor = int(state["steps"]), int(state["done"]), float(state["factor"])
         self._fallen = fallen
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -47,10 +44,9 @@ class Annealing:
         if self.factor == 1:
             return
         self._done += 1
-        falls = min(FALLS * self._done // self._steps, FALLS)
-        factor = START ** (1 - falls / FALLS)
-        if falls == FALLS or factor < 0.99 * self.factor:
-            self.factor = 1.0 if falls == FALLS else factor
+        factor = float(FALL ** max(FALLS - FALLS * self._done // self._steps, 0))
+        if factor != self.factor:
+            self.factor = factor
             self._fallen()
 
     def end(self) -> None:
@@ -107,8 +103,8 @@ class Strength:
     ) -> None:
         """Follow the steps of an optimizer from here on. state: that of a learner whose task is in progress.
 
-        bearable: whether steps are stable under a strength that begins `START` times larger. steps: in one pass over
-        the target.
+        bearable: whether steps are stable under a strength that begins so much larger. steps: in one pass over the
+        target.
         """
         known = state or {}
         region = known.get("trust_region")
