@@ -229,6 +229,23 @@ def test_steps_are_watched_one_by_one_again_when_the_penalty_has_fallen():
     assert region.grown == 1
 
 
+def test_a_task_resumed_right_after_the_penalty_has_fallen_watches_the_next_steps_one_by_one():
+    parameter = torch.zeros(1, requires_grad=True)
+    factor, watched, state = 64.0, [], None
+    for places in (range(40), range(40, 80)):
+        optimizer = torch.optim.SGD([parameter], LR)
+        region = TrustRegion(
+            parameter, optimizer, lambda: watched.append(place) or 0.0, lambda _: None, lambda: factor, state
+        )
+        for place in places:  # noqa: B007 -- what is watched
+            parameter.grad = torch.ones(1)
+            optimizer.step()
+        factor = 16.0  # it falls after the last step before the state is kept
+        state = region.state_dict()
+        region.remove()
+    assert watched == [*range(16), 31, *range(40, 56), 71]
+
+
 def test_captured_steps_have_the_strength_itself(monkeypatch):
     model, memory = calibrated()
     batches = target(count=9)

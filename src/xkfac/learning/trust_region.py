@@ -63,7 +63,7 @@ class TrustRegion:
         self._model, self._optimizer = model, optimizer
         self._own_distance, self._grow, self._annealed = distance, grow, annealed
         state = state or {"since": 0, "last": 0.0, "grown": 1.0}
-        self._since, self._factor = int(state["since"]), annealed()
+        self._since, self._factor = int(state["since"]), float(state.get("factor", annealed()))
         self.last, self.grown = float(state["last"]), float(state["grown"])
         self._before: list[Tensor] = []
         self._hooks = (
@@ -145,7 +145,7 @@ class TrustRegion:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the steps that follow depend on, beside the strength."""
-        return {"since": self._since, "last": self.last, "grown": self.grown}
+        return {"since": self._since, "last": self.last, "grown": self.grown, "factor": self._factor}
 
     def remove(self) -> None:
         """Leave the optimizer's steps as they are again."""
