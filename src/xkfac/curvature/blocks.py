@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xkfac.curvature.averaging import Partition, average, average_means
+from xkfac.curvature.products import add_product_, product
 from xkfac.errors import XkfacError
 
 
@@ -37,8 +38,8 @@ class Term:
 
     def add_product(self, displacement: Tensor, out: Tensor) -> None:
         """Add H V A to `out`, both [groups, C, D], in place."""
-        inner = torch.bmm(displacement, self.left.mT) if self.low_rank else displacement
-        out.baddbmm_(torch.bmm(self.right, inner), self.left)
+        inner = product(displacement, self.left.mT) if self.low_rank else displacement
+        add_product_(out, product(self.right, inner), self.left)
 
     @property
     def dense_left(self) -> Tensor:
@@ -150,8 +151,8 @@ class Corrected:
 
     def add_product(self, displacement: Tensor, out: Tensor) -> None:
         """Add U_H (s * (U_H^T V U_A)) U_A^T to `out`, both [groups, C, D], in place."""
-        inner = torch.bmm(torch.bmm(self.right.mT, displacement), self.left).mul_(self.scales)
-        out.baddbmm_(torch.bmm(self.right, inner), self.left.mT)
+        inner = product(product(self.right.mT, displacement), self.left).mul_(self.scales)
+        add_product_(out, product(self.right, inner), self.left.mT)
 
     def dense(self) -> Tensor:
         """Return the matrices [groups, C D, C D]."""
@@ -207,14 +208,14 @@ class KhatriRao:
         for term in self.terms:
             if term.low_rank:
                 roots = torch.split(term.left[0], list(self.columns), 1)
-                inner = torch.cat([v[0] @ root.mT for v, root in zip(displacements, roots, strict=True)])
-                outer = torch.split(term.right[0] @ inner, list(self.rows))
+                inner = torch.cat([product(v, root.mT[None]) for v, root in zip(displacements, roots, strict=True)], 1)
+                outer = torch.split(product(term.right, inner), list(self.rows), 1)
                 for total, part, root in zip(out, outer, roots, strict=True):
-                    total[0].addmm_(part, root)
+                    add_product_(total, part, root[None])
         for displacement, (left, rights) in zip(displacements, self._dense, strict=False):
-            parts = torch.split(torch.matmul(displacement[0], left), list(self.columns), 2)
+            parts = torch.split(product(displacement.expand(len(left), -1, -1), left), list(self.columns), 2)
             for total, right, part in zip(out, rights, parts, strict=True):
-                total[0].addmm_(right, part.flatten(0, 1))
+                add_product_(total, right[None], part.flatten(0, 1)[None])
 
     @cached_property
     def _dense(self) -> list[tuple[Tensor, list[Tensor]]]:

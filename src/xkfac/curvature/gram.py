@@ -1,7 +1,6 @@
 """Gram matrices, accumulated: each symmetric product is computed once, in stripes of its upper triangle.
 
-Also here: symmetric matrices packed as triangles, for files and other processes; and which products of float32 matrices
-may be coarser than float32, as torch's own setting says.
+Also here: symmetric matrices packed as triangles, for files and other processes.
 """
 
 import math
@@ -9,61 +8,9 @@ import math
 import torch
 from torch import Tensor
 
+from xkfac.curvature.products import add_product_, in_rows, rounded, summed_in
+
 _MANY = 256  # vectors: a product of fewer costs no more in full precision
-
-
-def rounds(like: Tensor) -> bool:
-    """Whether products with `like` may be of bfloat16: float32 on a CUDA device at the matmul precision "medium".
-
-    At "high" they are of TF32, which torch sees to by itself. Factors alone are rounded; sums are float32, and torch
-    before 2.8, which cannot sum products of bfloat16 so, rounds nothing here.
-    """
-    if not (like.is_cuda and like.dtype == torch.float32 and hasattr(torch.ops.aten.bmm, "dtype")):
-        return False
-    try:
-        return torch.get_float32_matmul_precision() == "medium"
-    except RuntimeError:
-        # Torch refuses to answer where `torch.backends.*.fp32_precision` are set; these know no "medium" on CUDA.
-        return False
-
-
-def rounded(vectors: Tensor) -> Tensor:
-    """Return vectors as their Gram matrices may have them."""
-    return vectors.bfloat16() if rounds(vectors) else vectors
-
-
-def unrounded(tensor: Tensor) -> Tensor:
-    """Return a tensor whose products are not coarser than float32, whatever torch is set to: the same in float64.
-
-    Torch's settings are left alone: what they inherit from each other can be read, but not put back. Apple's GPUs have
-    no float64, and round nothing.
-    """
-    return tensor if tensor.device.type == "mps" else tensor.double()
-
-
-def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that products of a dtype are summed in."""
-    return torch.float32 if dtype == torch.bfloat16 else dtype
-
-
-def product(first: Tensor, second: Tensor) -> Tensor:
-    """Return A B [n, ., .] in the dtype that products are summed in."""
-    dtype = summed_in(first.dtype)
-    if first.dtype == dtype:
-        return first @ second
-    return torch.bmm(first, second, out_dtype=dtype) if first.is_cuda else first.to(dtype) @ second.to(dtype)
-
-
-def add_product_(total: Tensor, first: Tensor, second: Tensor, scale: float = 1.0) -> None:
-    """Add scale * A B to `total` [n, ., .], which has the dtype that products are summed in."""
-    if first.dtype == total.dtype:
-        total.baddbmm_(first, second, alpha=scale)
-    elif first.dtype == torch.float64:
-        total.add_(first @ second, alpha=scale)
-    elif first.is_cuda:
-        torch.baddbmm(total, first, second, out_dtype=total.dtype, alpha=scale, out=total)
-    else:
-        total.baddbmm_(first.to(total.dtype), second.to(total.dtype), alpha=scale)
 
 
 def stripe_of(features: int, device: torch.device) -> int:
@@ -86,6 +33,7 @@ def add_gram(total: Tensor, vectors: Tensor, scale: float = 1.0) -> None:
     if stripe == features:
         add_product_(total, vectors, vectors.mT, scale)
         return
+    vectors = in_rows(vectors)
     for start in range(0, features, stripe):
         part = slice(start, start + stripe)
         add_product_(total[:, part, start:], vectors[:, part], vectors[:, start:].mT, scale)

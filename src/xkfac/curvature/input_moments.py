@@ -13,19 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xkfac.curvature.gram import (
-    Gram,
-    add_gram,
-    add_product_,
-    mirror_,
-    rounded,
-    rounds,
-    stripe_of,
-    summed_in,
-    unrounded,
-)
+from xkfac.curvature.gram import Gram, add_gram, mirror_, stripe_of
 from xkfac.curvature.patch_gram import PatchGram
 from xkfac.curvature.patches import Patches
+from xkfac.curvature.products import add_product_, rounded, rounds, summed_in, unrounded
 from xkfac.errors import UnitError
 
 # A level of a grouping is the tuple of axes of [groups, N, S, features] over which its blocks extend.

@@ -39,6 +39,7 @@ from xkfac.curvature.gram import Gram, add_gram, mirror_
 from xkfac.curvature.input_moments import BATCH, ELEMENT, EXAMPLE, LOCATION, BatchDeviations, Deviations, Level, Means
 from xkfac.curvature.patches import Patches
 from xkfac.curvature.processes import Processes
+from xkfac.curvature.products import product
 from xkfac.model.units import Unit
 
 Grouping = Literal["paper", "pooled", "hierarchical"]
@@ -67,7 +68,7 @@ def unit_gradients(unit: Unit, gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 def batch_gradient(x: Tensor, g: Tensor) -> Tensor:
     """Return the gradient [groups, C, D] of the batch's summed loss with respect to W~: sum_{n,s} g_ns x_ns^T."""
-    return g.flatten(1, 2).mT @ x.flatten(1, 2)
+    return product(g.flatten(1, 2).mT, x.flatten(1, 2))
 
 
 def _uncoupled(element: Term, example: Term, batch: Term) -> tuple[Term, ...]:
@@ -83,6 +84,16 @@ def _uncoupled(element: Term, example: Term, batch: Term) -> tuple[Term, ...]:
         left += batch.left
     joined = Term(left, example.right)
     return (element, joined) if element.left.any() else (joined,)
+
+
+def _sum(blocks: Tensor, axes: Level) -> Tensor:
+    """Return the sum over some axes, each of which stays with size 1, laid out in memory as the blocks are.
+
+    Torch lays a sum out in the order of its axes, and is many times slower where its terms lie in another one.
+    """
+    order = sorted(range(blocks.dim()), key=blocks.stride, reverse=True)
+    total = blocks.permute(order).sum([order.index(axis) for axis in axes], keepdim=True)
+    return total.permute([order.index(axis) for axis in range(blocks.dim())])
 
 
 def _beside(passes: Sequence[Tensor]) -> Tensor:
@@ -178,7 +189,7 @@ class Moments:
         """Return the sums of g over the blocks of every level with a factor, each from those of the level before."""
         sums = [g]
         for level in self.levels[1 : len(self._right)]:
-            sums.append(sums[-1].sum(level, keepdim=True))
+            sums.append(_sum(sums[-1], level))
         return sums
 
     def _gradient_factors(self) -> list[Tensor | None]:

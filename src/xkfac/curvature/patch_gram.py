@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import grad as convolution_gradients
 
-from xkfac.curvature.gram import Gram, add_product_, rounded, summed_in
+from xkfac.curvature.gram import Gram
 from xkfac.curvature.patches import Axis, Patches, axes_of, padded
+from xkfac.curvature.products import add_product_, rounded, summed_in
 
 Way = Literal["unrolled", "products", "convolution"]
 
@@ -114,7 +115,7 @@ class _OfSize:
 
 def _examples_at_once(image: Tensor, features: int) -> int:
     """Return how many examples are written out together: as many as fit the processor's cache, or a GPU's memory."""
-    limit = 2**23 if image.device.type == "cpu" else 2**28
+    limit = 2**22 if image.device.type == "cpu" else 2**28
     return max(1, limit // max(1, features * image.element_size()))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xkfac.curvature.gram import product
+from xkfac.curvature.products import product
 from xkfac.model.tracing import Convolution
 from xkfac.model.units import Unit
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from xkfac.curvature.blocks import Block, Diagonal, Kronecker, Term, eigh, symmetrised
 from xkfac.curvature.operator import Curvature
+from xkfac.curvature.products import add_product_, product
 from xkfac.model.merged_weight import BoundUnit
 from xkfac.penalty.layout import Member
 from xkfac.penalty.side_stream import side_by_side
@@ -228,10 +229,10 @@ class _Turned:
         flats = [self.member.flat(gradient) for gradient in gradients]
         flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         flat = flat.to(self.left.dtype).view(len(self.left), -1, self.left.shape[1])
-        inner = torch.bmm(self.right.mT, torch.bmm(flat, self.left)).mul_(self.change)
+        inner = product(self.right.mT, product(flat, self.left)).mul_(self.change)
         if self.rows is not None:
             flat.mul_(self.rows)
-        flat.baddbmm_(torch.bmm(self.right, inner), self.left.mT)
+        add_product_(flat, product(self.right, inner), self.left.mT)
         if flat.data_ptr() != gradients[0].data_ptr():  # else it is the gradient itself
             parts = flat.view(-1, self.left.shape[1]).chunk(len(gradients))
             changed = [self.member.unflat(part).view(one.shape) for part, one in zip(parts, gradients, strict=True)]
@@ -319,7 +320,7 @@ def _times(term: Term, vectors: Tensor) -> Tensor:
     """Return A V for V [groups, D, r], or the leading part of A where V has fewer rows."""
     columns = vectors.shape[1]
     left = term.left[:, :, :columns]
-    return torch.bmm(left.mT, torch.bmm(left, vectors)) if term.low_rank else torch.bmm(left[:, :columns], vectors)
+    return product(left.mT, product(left, vectors)) if term.low_rank else product(left[:, :columns], vectors)
 
 
 def _squares(term: Term, vectors: Tensor) -> Tensor:
@@ -350,7 +351,7 @@ def _leading(terms: Sequence[Term], columns: int, rank: int, generator: torch.Ge
     for _ in range(_SWEEPS - 1 if rank < columns else 0):
         vectors = torch.linalg.qr(torch.stack([_times(term, vectors) for term in terms]).sum(0))[0]
     image = torch.stack([_times(term, vectors) for term in terms]).sum(0)
-    return torch.bmm(vectors, _eigenvectors(torch.bmm(vectors.mT, image)))  # its own ones within the subspace
+    return product(vectors, _eigenvectors(product(vectors.mT, image)))  # its own ones within the subspace
 
 
 def _eigenvectors(matrix: Tensor) -> Tensor:

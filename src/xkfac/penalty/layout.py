@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from xkfac.curvature.blocks import Block, Corrected, Diagonal, Kronecker, assemble, parts
-from xkfac.curvature.gram import add_product_, rounds
 from xkfac.curvature.operator import Curvature
+from xkfac.curvature.products import add_product_, product, rounds
 from xkfac.model.merged_weight import BoundUnit
 
 _ALIGNMENT = 16  # numbers: where every group starts, as vectorised kernels like it
@@ -186,7 +186,7 @@ class Stack:
         groups, rows, columns = displacement.shape
         terms = len(self.left) // groups
         each = displacement[:, None].expand(groups, terms, rows, columns).reshape(groups * terms, rows, columns)
-        out.baddbmm_(self.right, torch.bmm(each, self.left).view(groups, terms * rows, columns))
+        add_product_(out, self.right, product(each, self.left).view(groups, terms * rows, columns))
 
 
 @dataclass(frozen=True)
