@@ -172,8 +172,12 @@ def seconds_of(stand: Stand, batch: tuple[Tensor, Tensor], count: int, *, inside
     costs. Otherwise, and where all batches are asked for first, a pass of one batch beside tells it, with more noise.
     """
     data = Timed(batch, count)
+    between = inside and not (stand.peer.ahead or stand.peer.delays)
+    if not between:
+        # What others gave back of the memory is taken again here, as in the first batch of those timed in between.
+        stand.peer.curvature(stand.case.net, Batches(batch))
     whole = clocked(partial(stand.peer.curvature, stand.case.net, data))
-    if inside and not (stand.peer.ahead or stand.peer.delays):
+    if between:
         return data.seconds(), whole
     single = clocked(partial(stand.peer.curvature, stand.case.net, Batches(batch)))
     return (whole - single) / (count - 1), whole
