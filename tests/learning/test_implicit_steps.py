@@ -276,6 +276,34 @@ def test_parameters_whose_steps_stay_explicit_are_told(method, explicit):
 @pytest.mark.parametrize("method", ["fixed-bn", "own-bn", "paper", "xkfac", "kfac", "ewc", "fixed-statistics"])
 def test_other_methods_have_none(method):
     model, memory, optimizer = started(method)
+    slow = {"bn_momentum": 0.01} if method in ("paper", "xkfac", "kfac") else {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Learner(model, memory).begin(target(), optimizer)
+        Learner(model, memory, **slow).begin(target(), optimizer)
+
+
+def quick_bn_warnings(method, optimizer=True, of_learner=None, momentum=0.1):
+    model, memory, _ = started(method)
+    for norm in model.modules():
+        if isinstance(norm, torch.nn.BatchNorm1d):
+            norm.momentum = momentum
+    sgd = torch.optim.SGD(model.parameters(), 0.1) if optimizer else None
+    with Learner(model, memory, **(of_learner or {})) as learner, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        learner.begin(target(), sgd)
+    return [str(one.message) for one in caught if "follow the target with momentum" in str(one.message)]
+
+
+@pytest.mark.parametrize("method", ["xkfac", "kfac", "paper"])
+def test_implicit_steps_beside_statistics_that_follow_quickly_are_told(method):
+    assert "'1' follow the target with momentum 0.1" in quick_bn_warnings(method)[0]
+    assert not quick_bn_warnings(method, optimizer=False)
+    assert not quick_bn_warnings(method, of_learner={"bn_momentum": 0.01})
+    assert not quick_bn_warnings(method, of_learner={"interpretation": "eval"})
+    assert not quick_bn_warnings(method, momentum=0.02)
+    assert not quick_bn_warnings(method, momentum=None)
+
+
+@pytest.mark.parametrize("method", ["fixed-bn", "fixed-statistics", "ewc", "corrected", "unmerged"])
+def test_where_no_such_step_is_implicit_nothing_is_said_of_bn(method):
+    assert not quick_bn_warnings(method)

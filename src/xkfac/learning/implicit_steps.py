@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from xkfac.errors import XkfacError, XkfacWarning
+from xkfac.methods import Method
+from xkfac.model.passes import norms_of, unwrap
 from xkfac.penalty.implicit import Implicit
+
+_QUICK = 0.05
+"""Momentum of BN's statistics between one that implicit steps go well with, 0.01, and one that they do not, 0.1."""
 
 _RATES = ("lr", "initial_lr", "max_lr")  # what schedulers write into a group: those with a warm-up begin below
 
@@ -103,13 +108,18 @@ class ImplicitSteps:
         self._hook.remove()
 
 
-def check_optimizer(model: nn.Module, optimizer: Optimizer, protected: Iterable[Tensor]) -> None:
+def check_optimizer(
+    model: nn.Module, optimizer: Optimizer, protected: Iterable[Tensor], method: Method, bn_momentum: float | None
+) -> None:
     """Check the optimizer of a task; warn in the user's line of one from before a layer of the model was replaced.
+
+    Warns of a BN, too, beside which implicit steps do harm: see `_warn_of_quick_bn`.
 
     Raises XkfacError where the steps of the protected parameters cannot be made implicit.
     """
     if protected := list(protected):
         _groups_to_change(optimizer, protected)
+        _warn_of_quick_bn(model, method, bn_momentum)
     held = {id(one) for group in optimizer.param_groups for one in group["params"]}
     own = dict(model.named_parameters())
     missing = [name for name, one in own.items() if one.requires_grad and id(one) not in held]
@@ -119,6 +129,27 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, protected: Iterable[
             "a layer was replaced, and the new one will not learn; make the optimizer after all changes to the model",
             XkfacWarning,
             stacklevel=3,
+        )
+
+
+def _warn_of_quick_bn(model: nn.Module, method: Method, momentum: float | None) -> None:
+    """Warn in the user's line of a penalty that is read through statistics which follow mini-batches quickly.
+
+    momentum: that of the learner in place of BN's own.
+    """
+    explicit = method.settings.kind == "corrected" or not method.merge
+    if explicit or not method.follows_target or method.interpretation not in ("bn", "brn"):
+        return
+    norms = norms_of(unwrap(model))
+    own = {name: momentum or norm.momentum for name, norm in norms.items() if norm.momentum}
+    quick = [name for name, each in own.items() if each > _QUICK]
+    if quick:
+        warnings.warn(
+            f"the statistics of '{quick[0]}' follow the target with momentum {own[quick[0]]:g} and the penalty is read "
+            "through them, where implicit steps can keep and learn less than plain ones; pass bn_momentum=0.01 or "
+            "interpretation='eval' to the Learner, or leave the optimizer out of begin",
+            XkfacWarning,
+            stacklevel=4,
         )
 
 

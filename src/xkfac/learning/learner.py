@@ -134,7 +134,7 @@ class Learner(AbstractContextManager["Learner"]):
         recentre = self.method.recentre if recentre is None else recentre
         check_recentring(self.method, recentre, loader is not None)
         if optimizer is not None:  # refused before anything is changed
-            check_optimizer(self.model, optimizer, self._step.changed_by(optimizer))
+            check_optimizer(self.model, optimizer, self._step.changed_by(optimizer), self.method, self._bn_momentum)
         self.memory = with_options(self.memory, forward=forward)
         steps = (count_batches(loader, None) if loader is not None else None) or STEPS
         with same_random_state():
