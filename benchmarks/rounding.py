@@ -50,30 +50,18 @@ UNITS = ("layer1.0.conv1", "layer2.0.conv1", "layer2.1.conv2", "layer3.1.conv2")
 
 @contextlib.contextmanager
 def rounding() -> Iterator[None]:
-    """Have Gram matrices be of bfloat16 vectors on a CPU, as they are on a GPU, but for what is computed exactly."""
-    exact: list[bool] = []
-
-    @contextlib.contextmanager
-    def exactly() -> Iterator[None]:
-        exact.append(True)
-        yield
-        exact.pop()
+    """Have Gram matrices be of bfloat16 vectors on a CPU, as they are on a GPU; what is exact there is of float64."""
 
     def rounds(tensor: Tensor) -> bool:
-        return not exact and tensor.dtype == torch.float32
+        return tensor.dtype == torch.float32
 
     def rounded(tensor: Tensor) -> Tensor:
         return tensor.bfloat16() if rounds(tensor) else tensor
 
     with contextlib.ExitStack() as patches:
-        for module, names in (
-            (grams, ["rounded"]),
-            (autocorrelation, ["rounded"]),
-            (deviations, ["rounded", "rounds"]),
-        ):
-            for name in names:
-                patches.enter_context(mock.patch.object(module, name, {"rounded": rounded, "rounds": rounds}[name]))
-        patches.enter_context(mock.patch.object(deviations, "exactly", exactly))
+        for module in (grams, autocorrelation, deviations):
+            patches.enter_context(mock.patch.object(module, "rounded", rounded))
+        patches.enter_context(mock.patch.object(deviations, "rounds", rounds))
         yield
 
 
