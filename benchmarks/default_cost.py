@@ -1,13 +1,14 @@
 """What the library costs as it comes: the default method, a learner begun with SGD, and the peak memory of both.
 
     python benchmarks/default_cost.py [--output results/default-cost-cpu]
+    python benchmarks/default_cost.py --method xkfac --steps-alone --output results/default-cost-cpu-xkfac
     python benchmarks/default_cost.py --device cuda --nets resnet50-64px --pixels 224 --batch 32 --output FOLDER
 
 The networks are those of `peers`, with random weights and images. Plain steps and penalised ones, optimizer included,
 take turns in one process; so do passes of one batch and of several, which tell a batch from what a pass does once.
 Medians over the turns, as ratios to a plain step, or to a plain forward and backward pass. Peak memory is what a plain
 step, a curvature pass of two batches, and steps with a learner need beyond network and batch, momentum included, each
-in a process of its own. --pixels and --batch replace those of the ResNets.
+in a process of its own. --method: another than the default one. --pixels and --batch replace those of the ResNets.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def steps(name: str, options: argparse.Namespace) -> dict[str, float]:
     plain, case = case_of(name, options), case_of(name, options)
     usual = sgd(plain)
     batch = (case.inputs, case.labels)
-    memory = xkfac.consolidate(case.net, [batch, batch], draws=1)
+    memory = xkfac.consolidate(case.net, [batch, batch], options.method, draws=1)
     learner, optimizer = xkfac.Learner(case.net, memory), sgd(case)
     start = now(options.device)
     learner.begin([batch], optimizer)
@@ -158,6 +159,8 @@ def peak(kind: str, name: str, options: argparse.Namespace) -> float:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
+    if options.steps_alone:
+        return {**dict.fromkeys(("draws 1", "draws 8", *PEAKS), float("nan")), **steps(name, options)}
     found = {**steps(name, options), **passes(name, options)}
     for kind in PEAKS:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -187,6 +190,8 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=0)
     parser.add_argument("--batch", type=int, default=0)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--method", default="fixed-bn", help="of the steps; passes and peaks are the default's")
+    parser.add_argument("--steps-alone", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     record = {**provenance(), "load before": os.getloadavg()[0]}
