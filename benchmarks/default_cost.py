@@ -160,7 +160,7 @@ def peak(kind: str, name: str, options: argparse.Namespace) -> float:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     if options.steps_alone:
-        return {**dict.fromkeys(("draws 1", "draws 8", *PEAKS), float("nan")), **steps(name, options)}
+        return steps(name, options)
     found = {**steps(name, options), **passes(name, options)}
     for kind in PEAKS:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -177,7 +177,8 @@ def table(results: dict[str, dict[str, float]]) -> str:
     for name, row in results.items():
         cells = [name, f"{1000 * row['seconds']:.1f}", f"{row['every']:.0f}"]
         cells += [f"{row[key]:.2f}" for key in ("step", "evaluates", "other")] + [f"{row['begin']:.1f}"]
-        cells += [f"{row[key]:.2f}" for key in ("draws 1", "draws 8")] + [f"{row[kind]:.0f}" for kind in PEAKS]
+        cells += [f"{row[key]:.2f}" if key in row else "" for key in ("draws 1", "draws 8")]
+        cells += [f"{row[kind]:.0f}" if kind in row else "" for kind in PEAKS]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
