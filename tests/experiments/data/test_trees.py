@@ -118,6 +118,17 @@ def test_a_wrong_tree_is_refused_before_anything_is_decoded(tree, tmp_path, monk
     assert not seen
 
 
+def test_a_name_that_is_damaged_in_a_zip_file_is_refused(tmp_path):
+    path = tmp_path / "packed.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("train/fée/0.png", b"")
+    content = path.read_bytes()
+    place = content.rindex("é".encode())  # in the directory at the end of the file
+    path.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    with pytest.raises(DataError, match=r"packed.zip' cannot be read, or is a damaged zip .*; fetch it again"):
+        load(path)
+
+
 def test_a_damaged_zip_file_is_refused_wherever_it_is_damaged(tree, tmp_path, monkeypatch):
     path = zipped(tree, tmp_path / "packed.zip")
     content = path.read_bytes()

@@ -34,7 +34,7 @@ def list_files(path: Path) -> Files:
     """
     try:
         return list(_folder_files(path) if path.is_dir() else _zip_files(path))
-    except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
+    except (OSError, zipfile.BadZipFile, NotImplementedError, UnicodeError) as error:
         raise DataError(f"'{path}' cannot be read, or is a damaged zip ({reason(error)}); fetch it again") from error
 
 
