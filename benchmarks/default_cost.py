@@ -8,7 +8,8 @@ The networks are those of `peers`, with random weights and images. Plain steps a
 take turns in one process; so do passes of one batch and of several, which tell a batch from what a pass does once.
 Medians over the turns, as ratios to a plain step, or to a plain forward and backward pass. Peak memory is what a plain
 step, a curvature pass of two batches, and steps with a learner need beyond network and batch, momentum included, each
-in a process of its own. --method: another than the default one. --pixels and --batch replace those of the ResNets.
+in a process of its own. --method: another than the default one, of everything. --pixels and --batch replace those of
+the ResNets.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ def step(case: Case, optimizer: torch.optim.Optimizer, learner: xkfac.Learner | 
     optimizer.step()
 
 
-def learning(case: Case) -> tuple[torch.optim.SGD, xkfac.Learner]:
+def learning(case: Case, method: str) -> tuple[torch.optim.SGD, xkfac.Learner]:
     """Return a learner with a memory of two batches that has begun, and its optimizer."""
     batch = (case.inputs, case.labels)
-    learner = xkfac.Learner(case.net, xkfac.consolidate(case.net, [batch, batch], draws=1))
+    learner = xkfac.Learner(case.net, xkfac.consolidate(case.net, [batch, batch], method, draws=1))
     optimizer = sgd(case)
     learner.begin([batch], optimizer)
     return optimizer, learner
@@ -120,7 +121,7 @@ def passes(name: str, options: argparse.Namespace) -> dict[str, float]:
     case = case_of(name, options)
     batch, more = (case.inputs, case.labels), 16 if name == "mlp" else 2
     works: dict[str, Callable[[], Any]] = {
-        f"{draws} {count}": partial(xkfac.consolidate, case.net, [batch] * count, draws=draws)
+        f"{draws} {count}": partial(xkfac.consolidate, case.net, [batch] * count, options.method, draws=draws)
         for draws in (1, 8)
         for count in (1, 1 + more)
     }
@@ -146,9 +147,9 @@ def peak(kind: str, name: str, options: argparse.Namespace) -> float:
         for _ in range(2):
             step(case, optimizer)
     elif kind == PEAKS[1]:
-        xkfac.consolidate(case.net, [batch, batch], draws=1)
+        xkfac.consolidate(case.net, [batch, batch], options.method, draws=1)
     else:
-        optimizer, learner = learning(case)
+        optimizer, learner = learning(case, options.method)
         if device != "cuda":
             _rest()
         else:
@@ -191,7 +192,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=0)
     parser.add_argument("--batch", type=int, default=0)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--method", default="fixed-bn", help="of the steps; passes and peaks are the default's")
+    parser.add_argument("--method", default="fixed-bn", help="a name of xkfac.METHODS")
     parser.add_argument("--steps-alone", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)

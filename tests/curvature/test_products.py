@@ -69,10 +69,11 @@ def test_gradients_flow_through_a_large_product() -> None:
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_without_a_large_product_or_float32_nothing_is_handed_over() -> None:
     large = torch.randn(1, 256, 256)
+    assert (products._by_onednn(large, large) is None) == (products._onednn() is None)
     for tensor in (large.double(), large[:, :8, :8], large.bfloat16()):
-        assert products._quick(tensor, tensor) is None
+        assert products._by_onednn(tensor, tensor) is None
     with torch.backends.mkldnn.flags(enabled=False):
-        assert products._quick(large, large) is None
+        assert products._by_onednn(large, large) is None
 
 
 def test_a_sum_over_axes_lies_in_memory_as_its_terms_do() -> None:

@@ -302,6 +302,7 @@ def test_implicit_steps_beside_statistics_that_follow_quickly_are_told(method):
     assert not quick_bn_warnings(method, of_learner={"interpretation": "eval"})
     assert not quick_bn_warnings(method, momentum=0.02)
     assert not quick_bn_warnings(method, momentum=None)
+    assert quick_bn_warnings(method, momentum=None, of_learner={"bn_momentum": 0.1})
 
 
 @pytest.mark.parametrize("method", ["fixed-bn", "fixed-statistics", "ewc", "corrected", "unmerged"])

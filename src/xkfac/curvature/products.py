@@ -53,18 +53,18 @@ def product(first: Tensor, second: Tensor) -> Tensor:
     if first.dtype != dtype and first.is_cuda:
         return torch.bmm(first, second, out_dtype=dtype)
     first, second = first.to(dtype), second.to(dtype)
-    quick = _quick(first, second)
-    return first @ second if quick is None else quick
+    result = _by_onednn(first, second)
+    return first @ second if result is None else result
 
 
 def add_product_(total: Tensor, first: Tensor, second: Tensor, scale: float = 1.0) -> None:
     """Add scale * A B to `total` [n, ., .], which has the dtype that products are summed in."""
     if first.dtype == total.dtype:
-        quick = _quick(first, second)
-        if quick is None:
+        result = _by_onednn(first, second)
+        if result is None:
             total.baddbmm_(first, second, alpha=scale)
         else:
-            total.add_(quick, alpha=scale)
+            total.add_(result, alpha=scale)
     elif first.dtype == torch.float64:
         total.add_(first @ second, alpha=scale)
     elif first.is_cuda:
@@ -74,29 +74,28 @@ def add_product_(total: Tensor, first: Tensor, second: Tensor, scale: float = 1.
 
 
 def in_rows(vectors: Tensor) -> Tensor:
-    """Return vectors [n, F, K] for products of some of the features with others: F rows where that is quick."""
-    large = vectors.device.type == "cpu" and vectors.dtype == torch.float32 and vectors[0].numel() >= _LARGE >> 7
-    return vectors.contiguous() if large and torch.backends.mkldnn.enabled and _onednn() is not None else vectors
+    """Return vectors [n, F, K] with every feature in a row, where oneDNN takes products of some features with others.
+
+    It would copy what lies otherwise for each of them.
+    """
+    return vectors if _onednn_for(vectors) is None else vectors.contiguous()
 
 
-def _quick(first: Tensor, second: Tensor) -> Tensor | None:
-    """Return A B [n, ., .] by oneDNN: of large float32 matrices on a CPU, without a graph; else None."""
-    if first.device.type != "cpu" or first.dtype != torch.float32 or second.dtype != torch.float32:
+def _by_onednn(first: Tensor, second: Tensor) -> Tensor | None:
+    """Return A B [n, ., .] by oneDNN; None where it cannot be used, or the matrices are small."""
+    multiply_adds = first.shape[1] * first.shape[2] * second.shape[2]
+    linear = _onednn_for(first, second) if multiply_adds >= _LARGE else None
+    if linear is None:
         return None
-    if first.shape[1] * first.shape[2] * second.shape[2] < _LARGE or not torch.backends.mkldnn.enabled:
-        return None
-    onednn = _onednn()
-    if onednn is None or (torch.is_grad_enabled() and (first.requires_grad or second.requires_grad)):
-        return None
-    parts = [_by(onednn, a, b) for a, b in zip(first.unbind(), second.unbind(), strict=True)]
-    return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+    products = [_product(linear, a, b) for a, b in zip(first.unbind(), second.unbind(), strict=True)]
+    return products[0][None] if len(products) == 1 else torch.stack(products)
 
 
-def _by(onednn: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:
-    """Return A B by x, w -> x w^T, of which w has to be dense: oneDNN has no quick way for other ones."""
+def _product(linear: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:
+    """Return A B by x, w -> x w^T, where gaps between the rows of w would make oneDNN a thousand times slower."""
     swap = _is_dense(first) and not _is_dense(second)
     x, w = (second.mT, first) if swap else (first, second.mT)
-    result = onednn(x if 1 in x.stride() else x.contiguous(), _without_gaps(w), None, "none", [], "")
+    result = linear(x if 1 in x.stride() else x.contiguous(), _without_gaps(w), None, "none", [], "")
     return result.mT if swap else result
 
 
@@ -105,15 +104,22 @@ def _is_dense(matrix: Tensor) -> bool:
 
 
 def _without_gaps(matrix: Tensor) -> Tensor:
-    """Return a matrix as it lies in memory, but without numbers of others between its own."""
+    """Return a matrix without gaps, its rows and columns in the order in which they lie in memory."""
     return matrix.mT.contiguous().mT if matrix.stride(0) == 1 else matrix.contiguous()
+
+
+def _onednn_for(*matrices: Tensor) -> Callable[..., Tensor] | None:
+    """Return `_onednn()` where it can take some matrices: float32 on a CPU, without a graph."""
+    plain = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in matrices)
+    graph = torch.is_grad_enabled() and any(one.requires_grad for one in matrices)
+    return _onednn() if plain and not graph and torch.backends.mkldnn.enabled else None
 
 
 @cache
 def _onednn() -> Callable[..., Tensor] | None:
-    """Return oneDNN's x, w -> x w^T where torch has it and MKL is the slower one: on x86 processors with AVX-512.
+    """Return oneDNN's x, w -> x w^T where torch has it and MKL may be slower: on x86 processors with AVX-512.
 
-    On Intel's own they are level. The choice follows from the machine alone, so that a run is repeated to the bit.
+    The choice follows from the machine alone, so that a run is repeated to the bit.
     """
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not (available and torch.backends.cpu.get_cpu_capability() == "AVX512"):

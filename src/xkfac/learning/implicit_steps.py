@@ -141,12 +141,12 @@ def _warn_of_quick_bn(model: nn.Module, method: Method, momentum: float | None) 
     if explicit or not method.follows_target or method.interpretation not in ("bn", "brn"):
         return
     norms = norms_of(unwrap(model))
-    own = {name: momentum or norm.momentum for name, norm in norms.items() if norm.momentum}
-    quick = [name for name, each in own.items() if each > _QUICK]
+    momenta = {name: momentum or norm.momentum or 0.0 for name, norm in norms.items()}
+    quick = [name for name, own in momenta.items() if own > _QUICK]
     if quick:
         warnings.warn(
-            f"the statistics of '{quick[0]}' follow the target with momentum {own[quick[0]]:g} and the penalty is read "
-            "through them, where implicit steps can keep and learn less than plain ones; pass bn_momentum=0.01 or "
+            f"the statistics of '{quick[0]}' follow the target with momentum {momenta[quick[0]]:g} and the penalty is "
+            "read through them, where implicit steps can keep and learn less than plain ones; pass bn_momentum=0.01 or "
             "interpretation='eval' to the Learner, or leave the optimizer out of begin",
             XkfacWarning,
             stacklevel=4,
